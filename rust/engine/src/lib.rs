@@ -1,1 +1,2 @@
-//! r3router-engine
+//! Engines without GPUs: a model of an `SGLang` engine, its emulator, a rollout client, a load generator and the simulator.
+pub mod load;
