@@ -158,7 +158,7 @@ async fn connection(mut stream: TcpStream, replies: &Replies) -> io::Result<()> 
     }
 }
 
-fn content_length(head: &[u8]) -> usize {
+pub(super) fn content_length(head: &[u8]) -> usize {
     let head = String::from_utf8_lossy(head).to_ascii_lowercase();
     head.split("\r\n").find_map(|line| line.strip_prefix("content-length:")).and_then(|value| value.trim().parse().ok()).unwrap_or(0)
 }

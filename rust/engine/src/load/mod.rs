@@ -2,6 +2,7 @@
 //! read to their end and thrown away. It does as little as it can, because on a small machine it shares the cores with the router.
 pub mod backend;
 mod histogram;
+pub mod relay;
 mod reply;
 
 use std::collections::BTreeMap;
