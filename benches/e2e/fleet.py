@@ -1,0 +1,96 @@
+"""The servers that the benchmarks measure: prepared backends, r3router, the relay and the peers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import processes
+from .processes import Measured, answers, free_port, peer_python, r3router_python, started, wait_until
+
+LOGS = Path("target/bench-logs")
+
+
+@dataclass
+class Backends:
+    """Prepared engines, all in one process of their own."""
+
+    regular: int = field(default_factory=free_port)
+    prefill: int = field(default_factory=free_port)
+    bootstrap: int = field(default_factory=free_port)
+    decode: int = field(default_factory=free_port)
+
+    @contextlib.contextmanager
+    def run(self, *, prompt_tokens: int, output_tokens: int, row_ids: int, hold_seconds: float = 0.0,
+            honours_start_len: bool = False) -> Iterator[None]:
+        """Serves replies of the given sizes; decode answers after `hold_seconds`."""
+        common = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "row_ids": row_ids,
+                  "honours_start_len": honours_start_len}
+        plans = [
+            common | {"role": "regular", "port": self.regular},
+            common | {"role": "prefill", "port": self.prefill, "bootstrap_port": self.bootstrap},
+            common | {"role": "decode", "port": self.decode, "hold_seconds": hold_seconds},
+        ]
+        code = "import sys, r3router._core as core; core.bench_backend(sys.argv[1])"
+        command = [r3router_python(), "-u", "-c", code, json.dumps(plans)]
+        with started(command, LOGS / "backend.log", wait_line=b"ready"):
+            yield
+
+
+def load(address: str, body: dict[str, Any], *, connections: int, seconds: float, requests: int = 0,
+         rate: float = 0.0) -> dict[str, Any]:
+    """Runs the load generator in a process of its own; its report. Raises when a request failed."""
+    plan = {"address": address, "path": "/generate", "body": json.dumps(body, separators=(",", ":")),
+            "connections": connections, "requests": requests, "seconds": seconds, "rate": rate}
+    code = "import sys, r3router._core as core; print(core.bench_load(sys.stdin.read()))"
+    done = subprocess.run([r3router_python(), "-c", code], input=json.dumps(plan).encode(), capture_output=True,
+                          check=True, timeout=seconds + 120, env=processes.environment())
+    report: dict[str, Any] = json.loads(done.stdout)
+    if report["broken"] or report["statuses"] or not report["ok"]:
+        raise RuntimeError(f"{address}: not all requests were answered: {report}")
+    return report
+
+
+def versions() -> dict[str, str]:
+    """The measured programs' versions."""
+    found = {}
+    for name, python in (("r3router", r3router_python()), ("sglang-router", peer_python("sglang-router"))):
+        if python:
+            code = f"from importlib.metadata import version; print(version({name!r}))"
+            found[name] = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return found
+
+
+def names() -> list[str]:
+    """What can be measured here: r3router always, the peer where its wheel is installed."""
+    return ["r3router"] + (["sglang-router"] if peer_python("sglang-router") else [])
+
+
+@contextlib.contextmanager
+def router(name: str, backends: Backends, *, pd: bool, extra: tuple[str, ...] = ()) -> Iterator[tuple[str, Measured]]:
+    """Starts a router in front of the backends; yields its address once it passes requests on."""
+    port, metrics = free_port(), free_port()
+    if name == "relay":
+        code = "import sys, r3router._core as core; core.bench_relay(int(sys.argv[1]), sys.argv[2], sys.argv[3])"
+        command = [r3router_python(), "-u", "-c", code, str(port), f"127.0.0.1:{backends.prefill}", f"127.0.0.1:{backends.decode}"]
+    else:
+        module = {"r3router": ["-m", "r3router", "serve"], "sglang-router": ["-m", "sglang_router.launch_router"]}[name]
+        python = r3router_python() if name == "r3router" else peer_python(name)
+        command = [str(python), *module, "--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1",
+                   "--prometheus-port", str(metrics), "--log-level", "warn", "--policy", "round_robin", "--disable-retries"]
+        if pd:
+            command += ["--pd-disaggregation", "--prefill", f"http://127.0.0.1:{backends.prefill}", str(backends.bootstrap),
+                        "--decode", f"http://127.0.0.1:{backends.decode}"]
+        else:
+            command += ["--worker-urls", f"http://127.0.0.1:{backends.regular}"]
+        command += extra if name == "r3router" else ()
+    with started(command, LOGS / f"{name}.log") as measured:
+        probe = b'{"input_ids":[1],"sampling_params":{"max_new_tokens":1}}'
+        address = f"127.0.0.1:{port}"
+        wait_until(lambda: answers(f"http://{address}/generate", probe), f"{name} to pass a request on", measured)
+        yield address, measured

@@ -1,0 +1,69 @@
+"""Large R3 replies: CPU seconds and peak memory of in-line merging, against a relay of the same bytes and the peer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from .fleet import Backends, load, names, router
+from .processes import Measured
+
+LAYERS, TOP_K = 40, 8
+ROW_IDS = LAYERS * TOP_K
+TEXT_BYTES_PER_ROW = ROW_IDS * 4 * 4 / 3
+
+
+def rows_of(text_mb: float) -> int:
+    """Rows whose base64 text is about `text_mb` MB."""
+    return round(text_mb * 1e6 / TEXT_BYTES_PER_ROW)
+
+
+def request(prompt_tokens: int, output_tokens: int, **more: Any) -> dict[str, Any]:
+    """An R3 request with `prompt_tokens` input ids."""
+    return {"input_ids": [151643] * prompt_tokens, "sampling_params": {"max_new_tokens": output_tokens},
+            "return_routed_experts": True, **more}
+
+
+def measure(text_mb: float, concurrency: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+    """One row per target and concurrency; both legs send `text_mb` MB of R3 text."""
+    prompt, output = rows_of(text_mb), 8
+    cases: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [
+        ("relay, unmerged", "relay", (), {}),
+        ("r3router in-line, both legs full", "r3router", ("--no-start-len-rewrite",), {}),
+        ("r3router in-line, both legs full + logprobs", "r3router", ("--no-start-len-rewrite",), {"return_logprob": True}),
+    ]
+    if "sglang-router" in names():
+        cases += [("sglang-router (no merge: decode's junk)", "sglang-router", (), {}),
+                  ("sglang-router + logprobs (its merge path)", "sglang-router", (), {"return_logprob": True})]
+    table = []
+    backends = Backends()
+    with backends.run(prompt_tokens=prompt, output_tokens=output, row_ids=ROW_IDS):
+        for label, name, extra, more in cases:
+            with router(name, backends, pd=True, extra=extra) as (address, process):
+                body = request(prompt, output, **more)
+                for count in concurrency:
+                    table.append({"case": label, "concurrent": count} | one(address, process, body, count, repeats))
+    relay_cpu = {row["concurrent"]: row["CPU s/reply"] for row in table if row["case"].startswith("relay")}
+    for row in table:
+        row["CPU / relay"] = round(row["CPU s/reply"] / relay_cpu[row["concurrent"]], 2)
+    return table
+
+
+def one(address: str, process: Measured, body: dict[str, Any], count: int, repeats: int) -> dict[str, Any]:
+    """`repeats` waves of `count` replies at once."""
+    load(address, body, connections=1, seconds=60, requests=1)
+    time.sleep(0.3)
+    idle = process.memory_mb("VmRSS")
+    cpu, wall, size = [], [], 0
+    process.reset_peak()
+    for _ in range(repeats):
+        before = process.cpu_seconds()
+        report = load(address, body, connections=count, seconds=120, requests=count)
+        cpu.append((process.cpu_seconds() - before) / count)
+        wall.append(report["seconds"])
+        size = report["body_bytes"] // count
+    peak = process.memory_mb("VmHWM")
+    return {"reply MB": round(size / 1e6, 1), "CPU s/reply": round(statistics.median(cpu), 3),
+            "wall s": round(statistics.median(wall), 2), "peak RSS over idle MB": round(peak - idle),
+            "per reply MB": round((peak - idle) / count, 1)}
