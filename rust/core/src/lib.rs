@@ -2,5 +2,8 @@
 pub mod admission;
 pub mod error;
 pub mod load;
+pub mod r3;
+pub mod sse;
 pub mod time;
 pub mod topology;
+pub mod wire;

@@ -1,1 +1,3 @@
 //! r3router-proxy
+pub mod merge;
+pub mod store;
