@@ -1,2 +1,3 @@
 //! Engines without GPUs: a model of an `SGLang` engine, its emulator, a rollout client, a load generator and the simulator.
 pub mod load;
+pub mod model;
