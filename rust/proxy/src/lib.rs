@@ -1,3 +1,4 @@
-//! r3router-proxy
+//! The data plane of r3router: hyper and tokio around `r3router_core`.
 pub mod merge;
+pub mod settings;
 pub mod store;

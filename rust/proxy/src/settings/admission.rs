@@ -1,0 +1,33 @@
+//! What the settings mean for `r3router_core`.
+use std::time::Duration;
+
+use r3router_core::admission::AdmissionConfig;
+
+use super::table::Settings;
+
+impl Settings {
+    /// The admission's configuration. `seed` should differ between processes.
+    pub fn admission_config(&self, seed: u64) -> AdmissionConfig {
+        let defaults = AdmissionConfig::default();
+        AdmissionConfig {
+            enabled: self.admission,
+            window: self.window,
+            queue_max_requests: self.queue_size,
+            queue_max_bytes: self.queue_max_bytes,
+            kv_margin: self.kv_margin,
+            default_max_new_tokens: self.default_max_new_tokens,
+            // A report must outlive a few polls, else one lost poll closes a rank.
+            stale_after: Duration::from_secs(2).max(self.poll_interval_ms * 4),
+            arena_bytes: self.r3_arena_bytes,
+            breaker_threshold: if self.disable_circuit_breaker { 0 } else { self.cb_failure_threshold },
+            breaker_open_for: self.cb_timeout_duration_secs,
+            seed,
+            ..defaults
+        }
+    }
+
+    /// Attempts of one request in all, the first included (sglang-router's `--retry-max-retries 5` means five in all).
+    pub fn attempts(&self) -> u32 {
+        if self.disable_retries { 1 } else { self.retry_max_retries.max(1) }
+    }
+}

@@ -1,0 +1,58 @@
+//! Values that are fine alone and contradict each other.
+use std::collections::{BTreeMap, HashSet};
+
+use super::error::{Origin, SettingsError};
+use super::table::Settings;
+
+/// Appends every contradiction to `errors`, and what is harmless to `warnings`.
+pub(super) fn contradictions(
+    s: &Settings,
+    origins: &BTreeMap<&'static str, Origin>,
+    errors: &mut Vec<SettingsError>,
+    warnings: &mut Vec<String>,
+) {
+    let mut wrong = |name: &'static str, message: String, advice: &str| {
+        let origin = origins.get(name).cloned().unwrap_or(Origin::Default);
+        errors.push(SettingsError { origin, name: name.to_owned(), message, advice: advice.to_owned() });
+    };
+    if !s.pd_disaggregation {
+        for (name, given) in [("prefill", !s.prefill.is_empty()), ("decode", !s.decode.is_empty())] {
+            if given {
+                wrong(name, format!("{name} workers need PD mode"), "add --pd-disaggregation, or use --worker-urls");
+            }
+        }
+    }
+    if s.pd_disaggregation && !s.worker_urls.is_empty() {
+        wrong(
+            "worker_urls",
+            "regular workers cannot serve in PD mode".to_owned(),
+            "name them with --prefill URL [PORT] and --decode URL, or leave --pd-disaggregation out",
+        );
+    }
+    let mut seen = HashSet::new();
+    let named = s.worker_urls.iter().map(|w| ("worker_urls", w));
+    let named = named.chain(s.prefill.iter().map(|w| ("prefill", &w.url))).chain(s.decode.iter().map(|w| ("decode", w)));
+    for (name, url) in named {
+        if !seen.insert(url) {
+            wrong(name, format!("`{}` is named twice", url.0), "name each engine once; its ranks are found by the router");
+        }
+    }
+    if s.retry_max_backoff_ms < s.retry_initial_backoff_ms {
+        wrong(
+            "retry_max_backoff_ms",
+            "the longest pause between attempts is shorter than the first".to_owned(),
+            "make it at least --retry-initial-backoff-ms",
+        );
+    }
+    if s.port != 0 && s.port == s.prometheus_port {
+        wrong("prometheus_port", format!("port {} is the router's own", s.port), "choose another port for metrics");
+    }
+    if !s.health_check_endpoint.starts_with('/') {
+        wrong("health_check_endpoint", format!("`{}` is not a path", s.health_check_endpoint), "begin it with /");
+    }
+    if s.request_timeout_secs < s.queue_timeout_secs && origins.contains_key("queue_timeout_secs") {
+        warnings.push(
+            "--queue-timeout-secs is longer than --request-timeout-secs; a request never waits longer than the latter".to_owned(),
+        );
+    }
+}

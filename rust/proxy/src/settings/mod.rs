@@ -1,0 +1,29 @@
+//! Every setting of the router, declared once in [`table`](self::table) and read from flags, environment, TOML file and defaults.
+//!
+//! Precedence is flag > `R3ROUTER_*` variable > TOML file > default. Unknown names are refused with the nearest valid one. Command-line
+//! options, the reference page and (later) chart schemas are made from [`rows`], so they cannot drift from what the router reads.
+mod admission;
+mod checks;
+mod declare;
+mod error;
+mod export;
+mod nearest;
+mod names;
+mod quantity;
+mod sources;
+mod table;
+mod value;
+mod worker_url;
+
+pub use declare::{Arity, Row, Unit};
+pub use error::{Origin, SettingsError, SettingsErrors};
+pub use export::{reference_page, schema};
+pub use names::{Cap, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl};
+pub use nearest::nearest;
+pub use quantity::{parse_bytes, parse_duration, show_bytes, show_duration};
+pub use sources::{Loaded, Sources};
+pub use table::{Settings, rows};
+pub use worker_url::normalise as normalise_worker_url;
+
+#[cfg(test)]
+mod tests;

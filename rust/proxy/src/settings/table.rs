@@ -1,0 +1,148 @@
+//! The one declaration of every setting. Add a row here and it exists as flag, variable, TOML key, field and documentation.
+//!
+//! `peer("…")` marks a flag of sglang-router 0.3.2 and its default there; a test refuses a differing default that the help does not explain.
+use std::time::Duration;
+
+use r3router_core::admission::WindowMode;
+
+use super::declare::{Row, Unit, settings};
+use super::names::{Cap, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl};
+use super::sources::Merge;
+use super::value::Value;
+
+const DAY: f64 = 86_400.0;
+
+settings! {
+    "Address and workers" => {
+        /// Address to listen on.
+        host: String = "0.0.0.0".to_owned(); peer("0.0.0.0"),
+        /// Port to listen on; 0 takes a free one and prints it.
+        port: u16 = 30000; peer("30000"),
+        /// Regular (unsplit) engines. More can be added while the router runs, with POST /workers.
+        worker_urls: Vec<WorkerUrl> = Vec::new(); peer("[]"),
+        /// Prefill and decode are separate engines. May start without any; they come with POST /workers.
+        pd_disaggregation: bool = false; peer("False"),
+        /// A prefill engine and the port of its bootstrap server (`none` or left out: the engine is asked). Repeatable.
+        prefill: Vec<PrefillWorker> = Vec::new(); peer("None"),
+        /// A decode engine. Repeatable.
+        decode: Vec<WorkerUrl> = Vec::new(); peer("None"),
+        /// Taken for compatibility: r3router always routes by data-parallel rank.
+        dp_aware: bool = false; peer("False"),
+        /// How long a named engine may take to come up before the router gives it up.
+        worker_startup_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("1800"); range(1.0, DAY),
+        /// Pause between looks at an engine that is not up yet.
+        worker_startup_check_interval: Duration = Duration::from_secs(30); unit(Unit::Secs); peer("30"); range(0.01, DAY),
+        /// Key sent to engines as `Authorization: Bearer`, when the client's own is not to be passed on.
+        worker_api_key: Option<Secret> = None,
+    }
+    "Routing" => {
+        /// Which rank is preferred. Admission bounds all of them; in PD mode the pair is chosen as one.
+        policy: Policy = Policy::CacheAware; peer("cache_aware"),
+        /// Policy of the prefill side, when it differs.
+        prefill_policy: Option<Policy> = None; peer("None"),
+        /// Policy of the decode side, when it differs.
+        decode_policy: Option<Policy> = None; peer("None"),
+    }
+    "Requests" => {
+        /// Largest request body.
+        max_payload_size: u64 = 512 << 20; unit(Unit::Bytes); peer("536870912"); range(1024.0, f64::INFINITY),
+        /// Longest life of a request, from its arrival to its last byte.
+        request_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("1800"); range(0.01, 30.0 * DAY),
+        /// How long open requests may go on after SIGTERM.
+        shutdown_grace_period_secs: Duration = Duration::from_secs(180); unit(Unit::Secs); peer("180"); range(0.0, DAY),
+        /// Headers that are read for a request's id, in order. Empty: x-request-id, x-correlation-id, x-trace-id, request-id.
+        request_id_headers: Vec<String> = Vec::new(); peer("None"),
+        /// Key that clients must send as `Authorization: Bearer`.
+        api_key: Option<Secret> = None; peer("None"),
+    }
+    "Admission" => {
+        /// Bind a request to a pair only when both ranks have room for it. Off: every request is sent at once, and engines time out under load.
+        admission: bool = true,
+        /// Transfers in flight per decode rank: computed from measured rates, a fixed number, or unbounded.
+        window: WindowMode = WindowMode::Computed,
+        /// Most requests that wait in the router. sglang-router's default is 100; a rollout batch must wait here, where no engine clock runs, so ours holds one whole.
+        queue_size: usize = 100_000; peer("100"); range(0.0, 1e8),
+        /// Most bytes of request bodies that wait in the router.
+        queue_max_bytes: u64 = 8 << 30; unit(Unit::Bytes); range(1024.0, f64::INFINITY),
+        /// Longest wait in the router before a request gets 429. sglang-router's default is 60 s; a rollout may wait for minutes and that is no fault, so ours is 30 minutes.
+        queue_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("60"); range(0.0, 30.0 * DAY),
+        /// Most requests that are in work at once, whatever the ranks could take; -1 leaves it to admission.
+        max_concurrent_requests: Cap = Cap(None); peer("-1"),
+        /// Part of each KV pool that is kept free.
+        kv_margin: f64 = 0.05; range(0.0, 0.9),
+        /// Room for growth of a request that names no max_new_tokens, in tokens.
+        default_max_new_tokens: u32 = 4096; range(1.0, 1e7),
+        /// Mamba state slots that one request takes. Left out: from the engine's version and flags.
+        mamba_slots_per_request: Option<u32> = None; range(1.0, 64.0),
+        /// Pause between polls of an engine's load.
+        poll_interval_ms: Duration = Duration::from_millis(200); unit(Unit::Millis); range(5.0, 60_000.0),
+        /// How long prefill may take to deliver KV after a request was sent. Above the engine's own 300 s, so that the engine's message comes first.
+        delivery_timeout_secs: Duration = Duration::from_secs(330); unit(Unit::Secs); range(0.01, DAY),
+    }
+    "Routing payloads (R3)" => {
+        /// Memory for routing payloads that wait for their other half, in all.
+        r3_arena_bytes: u64 = 8 << 30; unit(Unit::Bytes); range(1_048_576.0, f64::INFINITY),
+        /// How payloads reach a client that does not say: inline in the reply, or as a reference.
+        r3_transport: R3Transport = R3Transport::Inline,
+        /// Ask decode engines for routing rows from near the prompt's end only, since prefill has the rest.
+        start_len_rewrite: bool = true,
+    }
+    "Retries" => {
+        /// Attempts of one request in all, the first included.
+        retry_max_retries: u32 = 5; peer("5"); range(0.0, 1000.0),
+        /// Pause before the second attempt.
+        retry_initial_backoff_ms: Duration = Duration::from_millis(50); unit(Unit::Millis); peer("50"); range(0.0, 1e8),
+        /// Longest pause between attempts.
+        retry_max_backoff_ms: Duration = Duration::from_secs(30); unit(Unit::Millis); peer("30000"); range(0.0, 1e8),
+        /// Each pause is this many times the one before.
+        retry_backoff_multiplier: f64 = 1.5; peer("1.5"); range(1.0, 100.0),
+        /// Part of a pause that is random.
+        retry_jitter_factor: f64 = 0.2; peer("0.2"); range(0.0, 1.0),
+        /// One attempt only.
+        disable_retries: bool = false; peer("False"),
+    }
+    "Circuit breaker" => {
+        /// Failures in a row that take a worker out of choice.
+        cb_failure_threshold: u32 = 10; peer("10"); range(1.0, 1e6),
+        /// Successes in a row that take it back in.
+        cb_success_threshold: u32 = 3; peer("3"); range(1.0, 1e6),
+        /// How long a worker stays out before it is tried again.
+        cb_timeout_duration_secs: Duration = Duration::from_secs(60); unit(Unit::Secs); peer("60"); range(0.01, DAY),
+        /// Failures older than this are forgotten.
+        cb_window_duration_secs: Duration = Duration::from_secs(120); unit(Unit::Secs); peer("120"); range(0.01, DAY),
+        /// No breaker.
+        disable_circuit_breaker: bool = false; peer("False"),
+    }
+    "Health checks" => {
+        /// Failed checks in a row that mark a worker unhealthy.
+        health_failure_threshold: u32 = 3; peer("3"); range(1.0, 1e6),
+        /// Good checks in a row that mark it healthy.
+        health_success_threshold: u32 = 2; peer("2"); range(1.0, 1e6),
+        /// How long a check may take.
+        health_check_timeout_secs: Duration = Duration::from_secs(5); unit(Unit::Secs); peer("5"); range(0.01, DAY),
+        /// Pause between checks.
+        health_check_interval_secs: Duration = Duration::from_secs(60); unit(Unit::Secs); peer("60"); range(0.01, DAY),
+        /// Path that is asked.
+        health_check_endpoint: String = "/health".to_owned(); peer("/health"),
+        /// No checks; load polls and requests alone decide.
+        disable_health_check: bool = false; peer("False"),
+    }
+    "Logs and metrics" => {
+        /// How much is logged.
+        log_level: LogLevel = LogLevel::Info; peer("info"),
+        /// Log lines as JSON objects.
+        log_json: bool = false,
+        /// Folder for log files; left out, logs go to standard error.
+        log_dir: Option<String> = None; peer("None"),
+        /// Address of the Prometheus port.
+        prometheus_host: String = "0.0.0.0".to_owned(); peer("0.0.0.0"),
+        /// Port of the Prometheus metrics; they are served on the router's own port too. 0 leaves only that.
+        prometheus_port: u16 = 29000; peer("29000"),
+    }
+    "Process" => {
+        /// Threads that move bytes; 0 is one per core.
+        threads: u32 = 0; range(0.0, 1024.0),
+        /// How long an idle connection to an engine is kept. Below the 5 s after which engines close it.
+        upstream_idle_secs: Duration = Duration::from_secs(3); unit(Unit::Secs); range(0.0, 3600.0),
+    }
+}
