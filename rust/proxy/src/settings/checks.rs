@@ -31,10 +31,15 @@ pub(super) fn contradictions(
     }
     let mut seen = HashSet::new();
     let named = s.worker_urls.iter().map(|w| ("worker_urls", w));
-    let named = named.chain(s.prefill.iter().map(|w| ("prefill", &w.url))).chain(s.decode.iter().map(|w| ("decode", w)));
+    let named =
+        named.chain(s.prefill.iter().map(|w| ("prefill", &w.url))).chain(s.decode.iter().map(|w| ("decode", w)));
     for (name, url) in named {
         if !seen.insert(url) {
-            wrong(name, format!("`{}` is named twice", url.0), "name each engine once; its ranks are found by the router");
+            wrong(
+                name,
+                format!("`{}` is named twice", url.0),
+                "name each engine once; its ranks are found by the router",
+            );
         }
     }
     if s.retry_max_backoff_ms < s.retry_initial_backoff_ms {
@@ -52,7 +57,8 @@ pub(super) fn contradictions(
     }
     if s.request_timeout_secs < s.queue_timeout_secs && origins.contains_key("queue_timeout_secs") {
         warnings.push(
-            "--queue-timeout-secs is longer than --request-timeout-secs; a request never waits longer than the latter".to_owned(),
+            "--queue-timeout-secs is longer than --request-timeout-secs; a request never waits longer than the latter"
+                .to_owned(),
         );
     }
 }

@@ -45,7 +45,9 @@ pub fn reference_page() -> String {
     for row in rows() {
         if row.group != group {
             group = row.group;
-            page.push_str(&format!("\n## {group}\n\n| flag | variable | values | default | peer | meaning |\n|---|---|---|---|---|---|\n"));
+            page.push_str(&format!(
+                "\n## {group}\n\n| flag | variable | values | default | peer | meaning |\n|---|---|---|---|---|---|\n"
+            ));
         }
         let peer = row.peer.map_or_else(String::new, |p| format!("`{p}`"));
         page.push_str(&format!(

@@ -27,7 +27,8 @@ pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) ->
         .into_iter()
         .map(|c| {
             let edits = distance(word, c);
-            let part = word.len() >= 4 && (c.starts_with(word) || c.ends_with(word) || word.starts_with(c) && c.len() >= 4);
+            let part =
+                word.len() >= 4 && (c.starts_with(word) || c.ends_with(word) || word.starts_with(c) && c.len() >= 4);
             (if part { edits.min(limit) } else { edits }, c)
         })
         .filter(|(edits, _)| *edits <= limit)

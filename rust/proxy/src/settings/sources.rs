@@ -47,7 +47,8 @@ impl Sources {
     /// Adds variables; those without the prefix `R3ROUTER_` are ignored.
     #[must_use]
     pub fn env<K: Into<String>, V: Into<String>>(mut self, variables: impl IntoIterator<Item = (K, V)>) -> Self {
-        self.env.extend(variables.into_iter().map(|(k, v)| (k.into(), v.into())).filter(|(k, _)| k.starts_with(PREFIX)));
+        self.env
+            .extend(variables.into_iter().map(|(k, v)| (k.into(), v.into())).filter(|(k, _)| k.starts_with(PREFIX)));
         self
     }
 
@@ -97,7 +98,8 @@ impl Sources {
                 advice: r#"pass {"flags": {…}, "env": {…}, "config": path or null}"#.to_owned(),
             }])
         })?;
-        let config = given.config.or_else(|| given.env.get("R3ROUTER_CONFIG").filter(|p| !p.is_empty()).map(PathBuf::from));
+        let config =
+            given.config.or_else(|| given.env.get("R3ROUTER_CONFIG").filter(|p| !p.is_empty()).map(PathBuf::from));
         let sources = Self { flags: given.flags.into_iter().collect(), ..Self::default() }.env(given.env);
         match config {
             Some(path) => sources.file(&path),
@@ -227,7 +229,12 @@ impl Merge {
             },
             Err(message) => (message, format!("expected {}", row.expects)),
         };
-        self.errors.push(SettingsError { origin: origin.clone(), name: name.to_owned(), message: problem.0, advice: problem.1 });
+        self.errors.push(SettingsError {
+            origin: origin.clone(),
+            name: name.to_owned(),
+            message: problem.0,
+            advice: problem.1,
+        });
         default
     }
 }

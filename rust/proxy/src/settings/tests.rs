@@ -79,7 +79,8 @@ fn prefill_takes_a_port_none_or_nothing_in_every_source() {
     assert_eq!(expect(pd.clone().flag("prefill", flags).load().unwrap()), want);
     let env = [("R3ROUTER_PREFILL", "http://a:1 8998, http://b:2 none,c:3")];
     assert_eq!(expect(pd.clone().env(env).load().unwrap()), want);
-    let toml = "prefill = [\"http://a:1 8998\", {url = \"http://b:2\"}, {url = \"http://c:3\", bootstrap_port = \"none\"}]";
+    let toml =
+        "prefill = [\"http://a:1 8998\", {url = \"http://b:2\"}, {url = \"http://c:3\", bootstrap_port = \"none\"}]";
     assert_eq!(expect(pd.clone().toml("f", toml).load().unwrap()), want);
     let bad = pd.flag("prefill", json!([["http://a:1", "70000"]]));
     assert!(fails(&bad)[0].starts_with("--prefill: the bootstrap port `70000` is not a port from 1 to 65535"));
@@ -88,9 +89,15 @@ fn prefill_takes_a_port_none_or_nothing_in_every_source() {
 #[test]
 fn workers_of_the_wrong_mode_and_twins_are_refused() {
     let regular = Sources::default().flag("decode", json!(["http://d:1"]));
-    assert_eq!(fails(&regular), ["--decode: decode workers need PD mode; add --pd-disaggregation, or use --worker-urls"]);
+    assert_eq!(
+        fails(&regular),
+        ["--decode: decode workers need PD mode; add --pd-disaggregation, or use --worker-urls"]
+    );
     let twin = Sources::default().flag("worker_urls", json!(["http://d:1", "D:1/"]));
-    assert_eq!(fails(&twin), ["--worker-urls: `http://d:1` is named twice; name each engine once; its ranks are found by the router"]);
+    assert_eq!(
+        fails(&twin),
+        ["--worker-urls: `http://d:1` is named twice; name each engine once; its ranks are found by the router"]
+    );
 }
 
 #[test]
@@ -137,7 +144,9 @@ fn durations_and_sizes_are_read_in_every_form_and_shown_so_that_they_read_back()
     for bad in ["", "x", "5x", "-1", "s", "1h-2m", "nan", "inf"] {
         assert!(parse_duration(bad, Unit::Secs).is_err(), "{bad}");
     }
-    for (text, bytes) in [("0", 0), ("8GiB", 8 << 30), ("8 gib", 8 << 30), ("1.5GB", 1_500_000_000), ("512MiB", 512 << 20), ("7", 7)] {
+    for (text, bytes) in
+        [("0", 0), ("8GiB", 8 << 30), ("8 gib", 8 << 30), ("1.5GB", 1_500_000_000), ("512MiB", 512 << 20), ("7", 7)]
+    {
         assert_eq!(parse_bytes(text).unwrap(), bytes, "{text}");
         assert_eq!(parse_bytes(&show_bytes(bytes)).unwrap(), bytes);
     }

@@ -329,7 +329,12 @@ fn prefill(raw: &Json) -> Result<PrefillWorker, String> {
         _ => return Err(format!("`{}` is not URL [PORT|none]", parts.join(" "))),
     };
     let bootstrap_port = port
-        .map(|p| p.parse::<u16>().ok().filter(|p| *p > 0).ok_or_else(|| format!("the bootstrap port `{p}` is not a port from 1 to 65535")))
+        .map(|p| {
+            p.parse::<u16>()
+                .ok()
+                .filter(|p| *p > 0)
+                .ok_or_else(|| format!("the bootstrap port `{p}` is not a port from 1 to 65535"))
+        })
         .transpose()?;
     Ok(PrefillWorker { url: WorkerUrl(normalise(url)?), bootstrap_port })
 }

@@ -14,7 +14,9 @@ pub fn normalise(text: &str) -> Result<String, String> {
     match uri.scheme_str() {
         Some("http") => {}
         Some("https") => return Err(format!("`{text}`: TLS to workers is not built yet; write http://HOST:PORT")),
-        Some("grpc" | "grpcs") => return Err(format!("`{text}`: gRPC workers are not supported; use the engine's HTTP port")),
+        Some("grpc" | "grpcs") => {
+            return Err(format!("`{text}`: gRPC workers are not supported; use the engine's HTTP port"));
+        }
         other => return Err(format!("`{text}` has the scheme `{}`; write http://HOST:PORT", other.unwrap_or(""))),
     }
     let authority = uri.authority().ok_or_else(|| format!("`{text}` names no host; write http://HOST:PORT"))?;
