@@ -1,4 +1,8 @@
-//! The data plane of r3router: hyper and tokio around `r3router_core`.
+//! The data plane of r3router: hyper and tokio around `r3router_core`. The policy is the core's; what stands here moves bytes.
+pub mod address;
+pub mod body;
+pub mod clock;
 pub mod merge;
 pub mod settings;
 pub mod store;
+pub mod upstream;
