@@ -1,0 +1,122 @@
+//! The router's own errors as replies: JSON that says what, limit, measured, which worker and what to change.
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Response, StatusCode, header};
+use r3router_core::error::{Error, Kind, Source};
+use serde_json::{Map, Value, json};
+
+use crate::body::ReplyBody;
+
+/// Header that carries the error's code, under the name that the SGLang router uses.
+pub const ERROR_CODE: HeaderName = HeaderName::from_static("x-smg-error-code");
+
+/// What the router answers.
+pub type Reply = Response<ReplyBody>;
+
+/// The `{"error": ...}` object of an error.
+pub fn error_json(error: &Error) -> Value {
+    let mut inner = Map::new();
+    let status = error.http_status();
+    inner.insert("type".into(), kind_name(status).into());
+    inner.insert("code".into(), error.kind.code().into());
+    inner.insert("message".into(), error.message.as_ref().into());
+    inner.insert("status".into(), status.into());
+    let source = match error.source {
+        Source::Client => "client",
+        Source::Router => "router",
+        Source::Prefill => "prefill",
+        Source::Decode => "decode",
+    };
+    inner.insert("source".into(), source.into());
+    if let Some(limit) = error.limit {
+        inner.insert("limit".into(), number(limit));
+    }
+    if let Some(measured) = error.measured {
+        inner.insert("measured".into(), number(measured));
+    }
+    if let Some(worker) = &error.worker {
+        inner.insert("worker".into(), worker.as_str().into());
+    }
+    if let Some(advice) = &error.advice {
+        inner.insert("advice".into(), advice.as_ref().into());
+    }
+    json!({ "error": inner })
+}
+
+/// Whole numbers without a fraction, so that positions and counts read as such.
+fn number(value: f64) -> Value {
+    if value.fract() == 0.0 && value.abs() < 9e15 { (value as i64).into() } else { value.into() }
+}
+
+fn kind_name(status: u16) -> &'static str {
+    match status {
+        400..=499 if status == 401 => "authentication_error",
+        429 => "rate_limit_error",
+        400..=499 => "invalid_request_error",
+        503 => "service_unavailable",
+        504 => "timeout_error",
+        _ => "server_error",
+    }
+}
+
+/// The reply to a request that failed before any byte of it was answered.
+pub fn error_reply(error: &Error) -> Reply {
+    let mut reply = json_reply(error.http_status(), &error_json(error));
+    let headers = reply.headers_mut();
+    headers.insert(ERROR_CODE, HeaderValue::from_static(error.kind.code()));
+    if let Some(after) = error.retry_after {
+        // Whole seconds, rounded up: coming back early would meet the same limit.
+        let secs = after.as_secs() + u64::from(after.subsec_nanos() > 0);
+        headers.insert(header::RETRY_AFTER, HeaderValue::from(secs.max(1)));
+    }
+    reply
+}
+
+/// A JSON reply.
+pub fn json_reply(status: u16, value: &Value) -> Reply {
+    bytes_reply(status, "application/json", Bytes::from(value.to_string()))
+}
+
+/// A reply of a known body.
+pub fn bytes_reply(status: u16, content_type: &'static str, body: Bytes) -> Reply {
+    let mut reply = Response::new(ReplyBody::from(body));
+    *reply.status_mut() = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    reply.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+    reply
+}
+
+/// A path that the router does not answer.
+pub fn not_found(path: &str) -> Error {
+    Error::new(Kind::NotFound, Source::Client, format!("the router has no route {path}"))
+        .advise("see GET /routes for what it answers")
+}
+
+/// A method that a path does not take.
+pub fn wrong_method(method: &http::Method, path: &str, takes: &'static str) -> Error {
+    Error::new(Kind::MethodNotAllowed, Source::Client, format!("{path} does not take {method}")).advise(format!("use {takes}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{ERROR_CODE, error_json, error_reply};
+    use r3router_core::error::{Error, Kind, Source};
+
+    #[test]
+    fn an_error_says_limit_measured_worker_and_advice() {
+        let error = Error::new(Kind::QueueFull, Source::Router, "the queue is full")
+            .with_limit(100.0, 100.0)
+            .at_worker("http://d:1@3")
+            .advise("send later")
+            .retry_after(Duration::from_millis(1500));
+        let json = error_json(&error);
+        assert_eq!(
+            json.to_string(),
+            r#"{"error":{"advice":"send later","code":"queue_full","limit":100,"measured":100,"message":"the queue is full","source":"router","status":429,"type":"rate_limit_error","worker":"http://d:1@3"}}"#
+        );
+        let reply = error_reply(&error);
+        assert_eq!(reply.status(), 429);
+        assert_eq!(reply.headers()[ERROR_CODE], "queue_full");
+        assert_eq!(reply.headers()["retry-after"], "2");
+    }
+}
