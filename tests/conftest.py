@@ -1,0 +1,37 @@
+"""Fixtures of the behaviour tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from scripted.lab import Lab
+
+FAILED = pytest.StashKey[bool]()
+LAB = pytest.StashKey[Lab]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Shows the router's log with a failure, and tells the fixture whether the test passed."""
+    report = yield
+    if report.when == "call":
+        item.stash[FAILED] = report.failed
+    if report.failed and LAB in item.stash:
+        report.sections.append(("router log", item.stash[LAB].logs()))
+    return report
+
+
+@pytest_asyncio.fixture
+async def lab(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Lab]:
+    """Engines and routers of one test. See `Lab` for what is checked at the end."""
+    lab = Lab(tmp_path)
+    request.node.stash[LAB] = lab
+    try:
+        yield lab
+        if not request.node.stash.get(FAILED, True):
+            await lab.finish()
+    finally:
+        await lab.close()

@@ -1,0 +1,70 @@
+"""One test's engines and router, with the checks that hold for every test."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from .client import Client
+from .fleet import Fleet
+from .router import Router
+
+
+class Lab:
+    """Starts fleets and routers, and at the end requires: no rule broken, all gauges at 0, a clean exit, no panic."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.fleets: list[Fleet] = []
+        self.routers: list[Router] = []
+
+    async def fleet(self, fleet: Fleet) -> Fleet:
+        """Starts the engines of a fleet."""
+        self.fleets.append(fleet)
+        await fleet.start()
+        return fleet
+
+    async def pd(self, **shape: Any) -> Fleet:
+        """A started PD fleet; see `Fleet.pd`."""
+        return await self.fleet(Fleet.pd(**shape))
+
+    async def router(self, fleet: Fleet | None, *flags: str, ready: bool = True) -> Router:
+        """A router in front of a fleet; `None` is a PD router without workers."""
+        base = fleet.flags() if fleet is not None else ["--pd-disaggregation"]
+        router = Router([*base, *flags], self.folder / f"router-{len(self.routers)}.log")
+        self.routers.append(router)
+        await router.start(ready=ready)
+        return router
+
+    async def serve(self, *flags: str, **shape: Any) -> tuple[Fleet, Router, Client]:
+        """Fleet, router and client in one step."""
+        fleet = await self.pd(**shape)
+        router = await self.router(fleet, *flags)
+        return fleet, router, router.client
+
+    def logs(self) -> str:
+        """The ends of all router logs."""
+        return "\n".join(f"--- {r.log.name}: {' '.join(r.flags)}\n{r.tail()}" for r in self.routers)
+
+    async def finish(self) -> None:
+        """The checks at the end of a test that passed so far."""
+        for router in self.routers:
+            if router.alive():
+                await router.zero_check()
+        for fleet in self.fleets:
+            fleet.check()
+        for router in self.routers:
+            if router.alive():
+                code = await router.stop()
+                assert code == 0, f"exit code {code} after SIGTERM"
+            assert "panicked at" not in router.tail(1 << 24), "the router panicked"
+
+    async def close(self) -> None:
+        """Ends whatever still runs."""
+        for router in self.routers:
+            if router.process is not None and router.alive():
+                router.process.kill()
+                router.process.wait()
+            router.client.close()
+        await asyncio.gather(*(fleet.stop() for fleet in self.fleets))

@@ -1,0 +1,63 @@
+"""Routed-expert rows that can be told apart: what prefill computed, what decode computed, and the junk that decode never computed."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int32]
+JUNK = -1
+"""What decode's prompt rows hold: it never ran the prompt."""
+
+
+@dataclass
+class R3Model:
+    """Shape and value range of a model's routing, and how its engine misbehaves."""
+
+    layers: int = 2
+    topk: int = 2
+    experts: int = 256
+    missing: bool = False
+    """The engine was started without the option: the field is not there, whatever the request says."""
+    ignores_start_len: bool = False
+    """As some engine builds do: rows always begin at 0."""
+    junk: int = JUNK
+    short_by: int = 0
+    """Rows that are missing at the end."""
+    extra_bytes: int = 0
+    """Bytes that are too many, so that the length fits no whole row."""
+    bad_text: bool = False
+    """The field is not base64."""
+
+    def rows(self, seed: int, first: int, count: int) -> Rows:
+        """Rows `first..first+count` of the stream of rows that `seed` names; int32 [count, layers, topk]."""
+        per_row = self.layers * self.topk
+        index = np.arange(first * per_row, (first + count) * per_row, dtype=np.uint64)
+        mixed = (index + np.uint64(seed & 0xFFFFFFFF)) * np.uint64(2654435761)
+        ids = (mixed >> np.uint64(7)) % np.uint64(self.experts)
+        return ids.astype(np.int32).reshape(count, self.layers, self.topk)
+
+    def junk_rows(self, count: int) -> Rows:
+        """Rows as decode reports them for the prompt."""
+        return np.full((max(count, 0), self.layers, self.topk), self.junk, dtype=np.int32)
+
+    def text(self, rows: Rows) -> str:
+        """The field's value for these rows, with this engine's misbehaviour."""
+        if self.bad_text:
+            return "!!not base64!!"
+        if self.short_by:
+            rows = rows[: max(len(rows) - self.short_by, 0)]
+        return base64.b64encode(rows.tobytes() + b"\x07" * self.extra_bytes).decode()
+
+
+def to_text(rows: Rows) -> str:
+    """Base64 of int32 rows, as the engine writes it."""
+    return base64.b64encode(rows.tobytes()).decode()
+
+
+def from_text(text: str, layers: int = 2, topk: int = 2) -> Rows:
+    """Rows out of a field. Fails when the bytes are no whole number of rows."""
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype=np.int32).reshape(-1, layers, topk)

@@ -1,0 +1,133 @@
+"""The real router process: started as a person starts it, watched, and stopped by its PID."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from .client import Client, Response
+from .metrics import Metrics, parse
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 15.0
+SETTLE_TIMEOUT_S = 10.0
+
+# Gauges of work in hand. All of them must be there, and 0 when nothing is going on.
+ZERO_GAUGES = ("r3router_requests_in_flight", "r3router_queued_requests", "r3router_rank_in_transfer", "r3router_rank_open")
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Router:
+    """One router process."""
+
+    def __init__(self, flags: list[str], log: Path) -> None:
+        self.flags = flags
+        self.log = log
+        self.port = 0
+        self.metrics_port = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.client = Client(0)
+
+    async def start(self, *, ready: bool = True) -> None:
+        """Starts it and waits until it listens; with `ready` until it has workers of every role."""
+        for _ in range(3):
+            self.port, self.metrics_port = free_port(), free_port()
+            command = [sys.executable, "-m", "r3router", "serve", "--host", "127.0.0.1", "--port", str(self.port),
+                       "--prometheus-host", "127.0.0.1", "--prometheus-port", str(self.metrics_port), *self.flags]
+            env = {k: v for k, v in os.environ.items() if not k.startswith("R3ROUTER_")}
+            with self.log.open("ab") as log:
+                self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
+            self.client = Client(self.port)
+            if await self._listens("/readiness" if ready else "/liveness"):
+                return
+            if b"in use" not in self.log.read_bytes():
+                break
+        code = self.process.poll() if self.process else None
+        await self.stop()
+        raise AssertionError(f"the router did not get ready (exit code {code}):\n{self.tail()}")
+
+    async def _listens(self, path: str) -> bool:
+        end = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        while asyncio.get_running_loop().time() < end:
+            if self.process is None or self.process.poll() is not None:
+                return False
+            with contextlib.suppress(OSError):
+                if (await self.client.get(path)).status == 200:
+                    return True
+            await asyncio.sleep(0.02)
+        return False
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self.process is not None
+        return self.process.pid
+
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def tail(self, size: int = 20000) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-size:] if self.log.exists() else ""
+
+    def rss(self, field: str = "VmRSS") -> int:
+        """Resident bytes now, or the peak with `VmHWM`."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError(f"no {field} in /proc")
+
+    def reset_peak(self) -> None:
+        """Starts the peak anew."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    async def metrics(self) -> Metrics:
+        """A scrape of the metrics port."""
+        client = Client(self.metrics_port)
+        response: Response = await client.get("/metrics")
+        client.close()
+        assert response.status == 200, response.head.raw
+        return parse(response.body.decode())
+
+    async def zero_check(self) -> None:
+        """Every gauge of work in hand is there and gets to 0."""
+        end = asyncio.get_running_loop().time() + SETTLE_TIMEOUT_S
+        while True:
+            metrics = await self.metrics()
+            absent = [name for name in ZERO_GAUGES if not metrics.get(name)]
+            assert not absent, f"gauges are missing: {absent}"
+            left = [(s.name, s.labels, s.value) for s in metrics.samples if s.name in ZERO_GAUGES and s.value != 0]
+            if not left:
+                return
+            assert asyncio.get_running_loop().time() < end, f"gauges are not back at 0: {left}"
+            await asyncio.sleep(0.05)
+
+    async def stop(self, how: int = signal.SIGTERM) -> int | None:
+        """Stops it by its PID; killed when it does not end in time."""
+        self.client.close()
+        process = self.process
+        if process is None:
+            return None
+        if process.poll() is None:
+            process.send_signal(how)
+        end = asyncio.get_running_loop().time() + STOP_TIMEOUT_S
+        while process.poll() is None:
+            if asyncio.get_running_loop().time() > end:
+                process.kill()
+                process.wait()
+                raise AssertionError(f"the router did not stop in {STOP_TIMEOUT_S} s:\n{self.tail()}")
+            await asyncio.sleep(0.01)
+        return process.returncode
