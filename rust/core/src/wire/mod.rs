@@ -1,10 +1,20 @@
 //! Request bodies as bytes: what the router must know is found in one pass, and only the fields that it owns are changed.
 //! Everything else reaches the engine byte for byte: unknown fields, number spellings, escapes, white space.
+pub(crate) mod cursor;
+mod layout;
+mod prefix;
+mod read;
+mod scan;
+mod splice;
+pub(crate) mod text;
+
 use std::sync::Arc;
 
 use bytes::Bytes;
 
 use crate::error::Error;
+
+use layout::Layout;
 
 /// Which engine route a body is for; decides what its fields mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -73,7 +83,8 @@ pub struct Facts {
     pub listed: bool,
     /// The client's `rid`s as JSON text decoded: none, one, or one a prompt.
     pub rids: Vec<String>,
-    /// `return_logprob` (any element) or `logprobs`.
+    /// Log-probabilities of the prompt can be in the reply: `return_logprob` (any element); chat with `return_meta_info`;
+    /// completions with `echo` and `logprobs`.
     pub logprobs: bool,
     /// `return_routed_experts`.
     pub routed_experts: bool,
@@ -89,12 +100,9 @@ pub struct Facts {
     pub include_usage: bool,
     /// `model`, when it is a string.
     pub model: Option<Span>,
+    pub(crate) rid_list: bool,
     pub(crate) layout: Arc<Layout>,
 }
-
-/// Where the owned and the per-prompt fields are.
-#[derive(Debug, Default)]
-pub(crate) struct Layout {}
 
 impl Facts {
     /// Number of single requests that the engines get: prompts x samples, prompt-major.
@@ -110,8 +118,14 @@ impl Facts {
     /// The `rid` that the client gave sub-request `sub`: its own string, the list's element, or `rid_i` as the engine
     /// derives it for a batch with one string.
     pub fn rid(&self, sub: usize) -> Option<String> {
-        let _ = sub;
-        None
+        let samples = self.samples as usize;
+        let (prompt, sample) = (sub / samples, sub % samples);
+        if self.rid_list {
+            let rid = self.rids.get(prompt)?;
+            return Some(if samples > 1 { format!("{rid}_{sample}") } else { rid.clone() });
+        }
+        let rid = self.rids.first()?;
+        Some(if self.subs() > 1 || self.listed { format!("{rid}_{sub}") } else { rid.clone() })
     }
 }
 
@@ -165,14 +179,12 @@ pub struct Parts {
 /// `InvalidJson` (`measured` is the byte position) when it is not JSON; `InvalidField` when a field that the router
 /// reads has a type or value that no engine takes, or the batch is empty.
 pub fn scan(body: &[u8], route: Route) -> Result<Facts, Error> {
-    let _ = (body, route);
-    todo!()
+    scan::scan(body, route)
 }
 
 /// The body of one leg of sub-request `owned.sub`. `facts` must come from [`scan`] of the same bytes.
 pub fn splice(body: &Bytes, facts: &Facts, owned: &Owned<'_>) -> Parts {
-    let _ = (body, facts, owned);
-    todo!()
+    splice::splice(body, facts, owned)
 }
 
 /// Token ids of one block of [`prefix_hashes`].
@@ -183,6 +195,5 @@ pub const BLOCK_TEXT: usize = 1024;
 /// One chained hash for each whole block of the prompt of `sub`, longest prefix last. Equal prefixes have equal hashes,
 /// however the ids are spaced.
 pub fn prefix_hashes(body: &[u8], facts: &Facts, sub: usize) -> Vec<u64> {
-    let _ = (body, facts, sub);
-    todo!()
+    prefix::hashes(body, facts, sub)
 }
