@@ -1,14 +1,32 @@
-//! `r3router._core`: registers the binding; each verb lives in a file of its own.
+//! `r3router._core`: registers the binding; each verb lives in a file of its own and holds no logic.
+mod errors;
 mod load;
+mod reference;
+mod settings;
 
 use pyo3::prelude::*;
 
 /// The extension module.
-#[pymodule]
+#[pymodule(gil_used = false)]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add("BUILD", if cfg!(debug_assertions) { "debug" } else { "optimised" })?;
+    errors::register(m)?;
+    m.add_function(wrap_pyfunction!(settings::settings_schema, m)?)?;
+    m.add_function(wrap_pyfunction!(settings::check_settings, m)?)?;
+    m.add_function(wrap_pyfunction!(reference::settings_page, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_load, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_backend, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_relay, m)?)?;
+    warn_of_debug_build(m.py())
+}
+
+/// A debug build is many times slower, and a person who measures one should know.
+fn warn_of_debug_build(py: Python<'_>) -> PyResult<()> {
+    if cfg!(debug_assertions) {
+        let category = py.get_type::<pyo3::exceptions::PyRuntimeWarning>();
+        let text = c"r3router._core is a debug build and slow; build it with `make build` or `maturin develop --profile fast`";
+        PyErr::warn(py, &category, text, 1)?;
+    }
     Ok(())
 }

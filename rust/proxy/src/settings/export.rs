@@ -1,4 +1,6 @@
 //! The settings as data (for the command line) and as a page (for people).
+use std::fmt::Write;
+
 use serde_json::{Value as Json, json};
 
 use super::declare::{Arity, Row};
@@ -45,19 +47,21 @@ pub fn reference_page() -> String {
     for row in rows() {
         if row.group != group {
             group = row.group;
-            page.push_str(&format!(
-                "\n## {group}\n\n| flag | variable | values | default | peer | meaning |\n|---|---|---|---|---|---|\n"
-            ));
+            let _ = writeln!(
+                page,
+                "\n## {group}\n\n| flag | variable | values | default | peer | meaning |\n|---|---|---|---|---|---|"
+            );
         }
         let peer = row.peer.map_or_else(String::new, |p| format!("`{p}`"));
-        page.push_str(&format!(
-            "| `{}` | `{}` | {} | {} | {peer} | {} |\n",
+        let _ = writeln!(
+            page,
+            "| `{}` | `{}` | {} | {} | {peer} | {} |",
             written_flag(&row),
             row.variable(),
             values(&row),
             shown(&row.default),
             row.help
-        ));
+        );
     }
     page
 }
@@ -74,13 +78,13 @@ fn written_flag(row: &Row) -> String {
 fn values(row: &Row) -> String {
     let mut text = if row.choices.is_empty() { row.expects.to_owned() } else { row.choices.join(", ") };
     if !row.unit.name().is_empty() && row.unit.name() != "bytes" {
-        text.push_str(&format!("; bare numbers in {}", row.unit.name()));
+        let _ = write!(text, "; bare numbers in {}", row.unit.name());
     }
     if let Some((low, high)) = row.range {
         if high.is_finite() {
-            text.push_str(&format!("; {low} to {high}"));
+            let _ = write!(text, "; {low} to {high}");
         } else {
-            text.push_str(&format!("; from {low}"));
+            let _ = write!(text, "; from {low}");
         }
     }
     text

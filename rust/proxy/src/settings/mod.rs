@@ -13,7 +13,6 @@ mod quantity;
 mod sources;
 mod table;
 mod value;
-mod worker_url;
 
 pub use declare::{Arity, Row, Unit};
 pub use error::{Origin, SettingsError, SettingsErrors};
@@ -23,7 +22,6 @@ pub use nearest::nearest;
 pub use quantity::{parse_bytes, parse_duration, show_bytes, show_duration};
 pub use sources::{Loaded, Sources};
 pub use table::{Settings, rows};
-pub use worker_url::normalise as normalise_worker_url;
 
 #[cfg(test)]
 mod tests;

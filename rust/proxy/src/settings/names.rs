@@ -97,7 +97,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// The base URL of an engine, normalised (see [`super::normalise_worker_url`]).
+/// The base URL of an engine, normalised (see [`crate::address::Address`]).
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct WorkerUrl(pub String);
 

@@ -43,17 +43,17 @@ fn seconds(value: f64, text: &str) -> Result<Duration, String> {
 /// The shortest exact form that [`parse_duration`] reads back, e.g. `5m`, `1.5s` as `1500ms`.
 pub fn show_duration(d: Duration) -> String {
     let millis = d.as_millis();
-    if d.subsec_nanos() % 1_000_000 != 0 {
+    if !d.subsec_nanos().is_multiple_of(1_000_000) {
         return format!("{}us", d.as_micros());
     }
-    if millis % 1000 != 0 {
+    if !millis.is_multiple_of(1000) {
         return format!("{millis}ms");
     }
     let secs = d.as_secs();
     match secs {
         0 => "0s".to_owned(),
-        s if s % 3600 == 0 => format!("{}h", s / 3600),
-        s if s % 60 == 0 => format!("{}m", s / 60),
+        s if s.is_multiple_of(3600) => format!("{}h", s / 3600),
+        s if s.is_multiple_of(60) => format!("{}m", s / 60),
         s => format!("{s}s"),
     }
 }

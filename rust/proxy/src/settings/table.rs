@@ -70,7 +70,7 @@ settings! {
         max_concurrent_requests: Cap = Cap(None); peer("-1"),
         /// Part of each KV pool that is kept free.
         kv_margin: f64 = 0.05; range(0.0, 0.9),
-        /// Room for growth of a request that names no max_new_tokens, in tokens.
+        /// Room for growth of a request that names no `max_new_tokens`, in tokens.
         default_max_new_tokens: u32 = 4096; range(1.0, 1e7),
         /// Mamba state slots that one request takes. Left out: from the engine's version and flags.
         mamba_slots_per_request: Option<u32> = None; range(1.0, 64.0),

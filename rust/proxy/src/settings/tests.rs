@@ -101,32 +101,6 @@ fn workers_of_the_wrong_mode_and_twins_are_refused() {
 }
 
 #[test]
-fn worker_addresses_have_one_spelling_and_bad_ones_say_what_to_write() {
-    for (given, want) in [
-        ("http://Host:30000/", "http://host:30000"),
-        ("host:30000", "http://host:30000"),
-        ("http://[::1]:8000", "http://[::1]:8000"),
-        ("http://host", "http://host"),
-    ] {
-        assert_eq!(normalise_worker_url(given).unwrap(), want);
-    }
-    for (given, part) in [
-        ("", "empty"),
-        ("https://h:1", "TLS"),
-        ("grpc://h:1", "gRPC"),
-        ("http://h:1@0", "`@`"),
-        ("http://h:1/v1", "path"),
-        ("http://h:0", "port"),
-        ("http://h:", "port"),
-        ("http://", "not a URL"),
-        ("http://h:70000", "http://HOST:PORT"),
-    ] {
-        let message = normalise_worker_url(given).expect_err(given);
-        assert!(message.contains(part), "{given}: {message}");
-    }
-}
-
-#[test]
 fn durations_and_sizes_are_read_in_every_form_and_shown_so_that_they_read_back() {
     for (text, unit, ms) in [
         ("300", Unit::Secs, 300_000),

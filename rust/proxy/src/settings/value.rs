@@ -8,7 +8,7 @@ use super::declare::{Arity, Unit};
 use super::names::{Cap, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl};
 use super::nearest::nearest;
 use super::quantity::{parse_bytes, parse_duration, show_bytes, show_duration};
-use super::worker_url::normalise;
+use crate::address::Address;
 
 /// A type of setting. Flags and variables arrive as JSON strings (or lists of them), TOML values as JSON of their own type.
 pub(super) trait Value: Sized {
@@ -54,6 +54,13 @@ fn words(raw: &Json) -> Result<Vec<String>, String> {
         }
         _ => Ok(word(raw)?.split([',', ' ', '\n']).filter(|s| !s.is_empty()).map(str::to_owned).collect()),
     }
+}
+
+/// A worker's base URL in its one spelling.
+fn worker(text: &str) -> Result<WorkerUrl, String> {
+    let advised =
+        |e: r3router_core::error::Error| e.advice.map_or(e.message.to_string(), |a| format!("{}; {a}", e.message));
+    Address::parse(text).map(|a| WorkerUrl(a.url.to_string())).map_err(advised)
 }
 
 fn is_none(text: &str) -> bool {
@@ -103,6 +110,7 @@ macro_rules! whole_number {
             fn show(&self) -> Json {
                 json!(self)
             }
+            #[allow(clippy::cast_lossless, reason = "one body for every width")]
             fn magnitude(&self, _: Unit) -> Option<f64> {
                 Some(*self as f64)
             }
@@ -281,7 +289,7 @@ impl Value for Vec<WorkerUrl> {
     const METAVAR: &'static str = "URL";
     const EXPECTS: &'static str = "a list of worker URLs";
     fn read(raw: &Json, _: Unit) -> Result<Self, String> {
-        words(raw)?.iter().map(|w| normalise(w).map(WorkerUrl)).collect()
+        words(raw)?.iter().map(|w| worker(w)).collect()
     }
     fn show(&self) -> Json {
         self.iter().map(|w| json!(w.0)).collect()
@@ -336,5 +344,5 @@ fn prefill(raw: &Json) -> Result<PrefillWorker, String> {
                 .ok_or_else(|| format!("the bootstrap port `{p}` is not a port from 1 to 65535"))
         })
         .transpose()?;
-    Ok(PrefillWorker { url: WorkerUrl(normalise(url)?), bootstrap_port })
+    Ok(PrefillWorker { url: worker(url)?, bootstrap_port })
 }

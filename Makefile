@@ -1,0 +1,112 @@
+# Everything that a person types. `make` alone lists the targets. A fresh machine needs Rust, Python >= 3.10 and a C compiler.
+#
+#   CARGO_TARGET_DIR   where cargo builds (default target/)
+#   R3ROUTER_CACHE     folder for the virtual environments (default: inside the clone)
+#   PYTHON             interpreter for them (default python3.11, else python3)
+#   SEEDS              simulated fleets of `make test` (default 10000)
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ROOT := $(CURDIR)
+ifdef R3ROUTER_CACHE
+VENV := $(R3ROUTER_CACHE)/venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PEERS := $(R3ROUTER_CACHE)/peers
+else
+VENV := $(ROOT)/.venv
+PEERS := $(ROOT)/.venv-peers
+endif
+BIN := $(VENV)/bin
+TARGET := $(or $(CARGO_TARGET_DIR),$(ROOT)/target)
+SEEDS ?= 10000
+export R3ROUTER_SIM_SEEDS := $(SEEDS)
+# The peers that the demo and the benchmarks run beside ours; each gets an environment of its own, since two of them ship
+# a script of the same name.
+PEER_sglang-router := sglang-router==0.3.2
+PEER_smg := smg
+PEER_vllm-router := vllm-router
+
+say = @printf '\n== %s\n' "$(1)"
+
+.PHONY: help
+help: ## List the targets.
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# A stamp per list of packages: another list makes another stamp, so that a change in pyproject.toml installs again.
+STAMP := $(VENV)/.r3router-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+$(STAMP):
+	$(call say,Making the Python environment $(VENV))
+	[ -x "$(BIN)/python" ] || $(PYTHON) -m venv "$(VENV)"
+	"$(BIN)/python" -c 'import tomllib, sys; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"] + tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))' 2>/dev/null > "$(VENV)/wanted.txt" \
+		|| sed -n '/^dev = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p; s/^dependencies = \["\(.*\)"\]/\1/p' pyproject.toml > "$(VENV)/wanted.txt"
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -r "$(VENV)/wanted.txt"
+	@rm -f "$(VENV)"/.r3router-*; touch "$@"
+
+.PHONY: build
+build: $(STAMP) ## Build the native core (profile fast) and install the package into the environment.
+	$(call say,Building the native core and installing r3router into $(VENV))
+	VIRTUAL_ENV="$(VENV)" PATH="$(BIN):$$PATH" maturin develop --profile fast --quiet
+	@"$(BIN)/python" -m r3router version
+
+.PHONY: demo
+demo: build ## Show the incident and its cure on an emulated fleet; writes target/demo.json.
+	-@$(MAKE) --no-print-directory peer-sglang-router
+	$(call say,Running the demo: the same fleet behind an unbounded router and behind r3router)
+	"$(BIN)/python" -m r3router demo --out target/demo.json --peers "$(PEERS)"
+
+.PHONY: test
+test: build ## All tests, no GPU: cargo (SEEDS simulated fleets) and pytest.
+	$(call say,Testing the Rust crates ($(SEEDS) simulated fleets))
+	cargo test --workspace --profile fast --quiet
+	$(call say,Testing from Python)
+	"$(BIN)/python" -m pytest --quiet
+
+.PHONY: lint
+lint: build ## Formatting, clippy, rustdoc, ruff, mypy, stubs.
+	$(call say,rustfmt)
+	cargo fmt --all --check
+	$(call say,clippy)
+	cargo clippy --workspace --all-targets --profile fast --quiet -- -D warnings
+	$(call say,rustdoc)
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --quiet
+	$(call say,ruff)
+	"$(BIN)/ruff" check . && "$(BIN)/ruff" format --check .
+	$(call say,mypy)
+	"$(BIN)/mypy"
+	$(call say,stubs against the native core)
+	"$(BIN)/python" -m mypy.stubtest r3router._core --mypy-config-file pyproject.toml
+	@echo "lint: clean"
+
+.PHONY: bench
+bench: build ## Core and end-to-end benchmarks, ours and sglang-router in turn.
+	-@$(MAKE) --no-print-directory peer-sglang-router
+	$(call say,Benchmarks of the core)
+	cargo bench --package r3router-core
+	$(call say,End-to-end benchmarks)
+	"$(BIN)/python" benches/run.py --peers "$(PEERS)"
+
+.PHONY: docs
+docs: build ## Write the pages that are made from the code (settings, errors).
+	$(call say,Writing the reference pages)
+	"$(BIN)/python" -m r3router.reference --write
+
+.PHONY: readme-table
+readme-table: build ## Put the incident table of target/demo.json into README.md.
+	"$(BIN)/python" -m r3router.reference --demo-table target/demo.json
+
+.PHONY: wheel
+wheel: $(STAMP) ## Build the abi3 wheel (release profile) into dist/.
+	$(call say,Building the wheel)
+	PATH="$(BIN):$$PATH" maturin build --release --out dist
+
+# `make peer-smg` and so on. Fails when the wheel cannot be had; demo and bench then go on without it and say so.
+.PHONY: peers
+peers: peer-sglang-router peer-smg peer-vllm-router ## Install the peers' wheels, each into an environment of its own.
+
+peer-%:
+	@if [ -x "$(PEERS)/$*/bin/python" ] && [ -e "$(PEERS)/$*/.done" ]; then exit 0; fi; \
+	printf '\n== Installing the peer %s\n' '$(PEER_$*)'; mkdir -p "$(PEERS)"; \
+	{ $(PYTHON) -m venv "$(PEERS)/$*" && "$(PEERS)/$*/bin/python" -m pip install --quiet --disable-pip-version-check '$(PEER_$*)' \
+		&& touch "$(PEERS)/$*/.done"; } || { echo "The peer $* cannot be installed here; going on without it."; exit 1; }

@@ -1,0 +1,6 @@
+"""`python -m r3router`."""
+
+from r3router.cli import main
+
+if __name__ == "__main__":
+    main()
