@@ -63,6 +63,11 @@ test: build ## All tests, no GPU: cargo (SEEDS simulated fleets) and pytest.
 	$(call say,Testing from Python)
 	"$(BIN)/python" -m pytest --quiet
 
+.PHONY: test-sglang
+test-sglang: build ## Tests against real SGLang engines on the CPU; builds their environment (about 5 GB) when it is missing.
+	$(call say,Testing against real SGLang engines)
+	"$(BIN)/python" -m pytest --quiet -x tests/sglang
+
 .PHONY: lint
 lint: build ## Formatting, clippy, rustdoc, ruff, mypy, stubs.
 	$(call say,rustfmt)

@@ -25,8 +25,10 @@ PARTS = ("admission", "small", "payload", "held")
 
 def machine() -> str:
     """Processor, cores, memory and kernel of this machine."""
-    cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.machine())
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        platform.machine(),
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release()}, Python {platform.python_version()}"
 
@@ -42,8 +44,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def admission() -> str:
     """The core's own benchmark, as it prints it."""
-    done = subprocess.run(["cargo", "bench", "--quiet", "-p", "r3router-core", "--bench", "admission"], capture_output=True, text=True,
-                          check=True)
+    done = subprocess.run(
+        ["cargo", "bench", "--quiet", "-p", "r3router-core", "--bench", "admission"], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
@@ -66,12 +69,16 @@ def main() -> None:
             text = "Admission and pairing, 100k queued (target: <= 1 us a decision, no allocation).\n\n```\n" + admission() + "\n```"
         elif part == "small":
             rows = small.measure(1 if quick else 3, 1.0 if quick else 4.0)
-            text = ("Small bodies (targets: added p50 <= 100 us and p99 <= 500 us in PD at 1,000 req/s; per router core >= 20,000 req/s "
-                    "regular, >= 10,000 PD).\n\n" + markdown(rows))
+            text = (
+                "Small bodies (targets: added p50 <= 100 us and p99 <= 500 us in PD at 1,000 req/s; per router core >= 20,000 req/s "
+                "regular, >= 10,000 PD).\n\n" + markdown(rows)
+            )
         elif part == "payload":
             rows = payload.measure(10 if quick else 100, (1, 8), 1 if quick else 3)
-            text = ("R3 replies, both legs of the size given (targets: <= 0.20 CPU s a reply of 100 MB; heap beyond arena <= 8 MB a reply)."
-                    "\n\n" + markdown(rows))
+            text = (
+                "R3 replies, both legs of the size given (targets: <= 0.20 CPU s a reply of 100 MB; heap beyond arena <= 8 MB a reply)."
+                "\n\n" + markdown(rows)
+            )
         else:
             samples, tokens, hold = (10, 6_000, 5.0) if quick else (200, 60_000, 90.0)
             rows = [held.measure(samples, tokens, hold, 12 << 30)]

@@ -26,11 +26,16 @@ class Backends:
     decode: int = field(default_factory=free_port)
 
     @contextlib.contextmanager
-    def run(self, *, prompt_tokens: int, output_tokens: int, row_ids: int, hold_seconds: float = 0.0,
-            honours_start_len: bool = False) -> Iterator[None]:
+    def run(
+        self, *, prompt_tokens: int, output_tokens: int, row_ids: int, hold_seconds: float = 0.0, honours_start_len: bool = False
+    ) -> Iterator[None]:
         """Serves replies of the given sizes; decode answers after `hold_seconds`."""
-        common = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "row_ids": row_ids,
-                  "honours_start_len": honours_start_len}
+        common = {
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "row_ids": row_ids,
+            "honours_start_len": honours_start_len,
+        }
         plans = [
             common | {"role": "regular", "port": self.regular},
             common | {"role": "prefill", "port": self.prefill, "bootstrap_port": self.bootstrap},
@@ -42,14 +47,26 @@ class Backends:
             yield
 
 
-def load(address: str, body: dict[str, Any], *, connections: int, seconds: float, requests: int = 0,
-         rate: float = 0.0) -> dict[str, Any]:
+def load(address: str, body: dict[str, Any], *, connections: int, seconds: float, requests: int = 0, rate: float = 0.0) -> dict[str, Any]:
     """Runs the load generator in a process of its own; its report. Raises when a request failed."""
-    plan = {"address": address, "path": "/generate", "body": json.dumps(body, separators=(",", ":")),
-            "connections": connections, "requests": requests, "seconds": seconds, "rate": rate}
+    plan = {
+        "address": address,
+        "path": "/generate",
+        "body": json.dumps(body, separators=(",", ":")),
+        "connections": connections,
+        "requests": requests,
+        "seconds": seconds,
+        "rate": rate,
+    }
     code = "import sys, r3router._core as core; print(core.bench_load(sys.stdin.read()))"
-    done = subprocess.run([r3router_python(), "-c", code], input=json.dumps(plan).encode(), capture_output=True,
-                          check=True, timeout=seconds + 120, env=processes.environment())
+    done = subprocess.run(
+        [r3router_python(), "-c", code],
+        input=json.dumps(plan).encode(),
+        capture_output=True,
+        check=True,
+        timeout=seconds + 120,
+        env=processes.environment(),
+    )
     report: dict[str, Any] = json.loads(done.stdout)
     if report["broken"] or report["statuses"] or not report["ok"]:
         raise RuntimeError(f"{address}: not all requests were answered: {report}")
@@ -81,11 +98,32 @@ def router(name: str, backends: Backends, *, pd: bool, extra: tuple[str, ...] = 
     else:
         module = {"r3router": ["-m", "r3router", "serve"], "sglang-router": ["-m", "sglang_router.launch_router"]}[name]
         python = r3router_python() if name == "r3router" else peer_python(name)
-        command = [str(python), *module, "--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1",
-                   "--prometheus-port", str(metrics), "--log-level", "warn", "--policy", "round_robin", "--disable-retries"]
+        command = [
+            str(python),
+            *module,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--prometheus-host",
+            "127.0.0.1",
+            "--prometheus-port",
+            str(metrics),
+            "--log-level",
+            "warn",
+            "--policy",
+            "round_robin",
+            "--disable-retries",
+        ]
         if pd:
-            command += ["--pd-disaggregation", "--prefill", f"http://127.0.0.1:{backends.prefill}", str(backends.bootstrap),
-                        "--decode", f"http://127.0.0.1:{backends.decode}"]
+            command += [
+                "--pd-disaggregation",
+                "--prefill",
+                f"http://127.0.0.1:{backends.prefill}",
+                str(backends.bootstrap),
+                "--decode",
+                f"http://127.0.0.1:{backends.decode}",
+            ]
         else:
             command += ["--worker-urls", f"http://127.0.0.1:{backends.regular}"]
         command += extra if name == "r3router" else ()

@@ -20,14 +20,19 @@ def measure(samples: int, tokens: int, hold_seconds: float, arena_bytes: int) ->
     seen: list[tuple[float, float]] = []
     with (
         backends.run(prompt_tokens=tokens, output_tokens=8, row_ids=ROW_IDS, hold_seconds=hold_seconds, honours_start_len=True),
-        router("r3router", backends, pd=True, extra=("--r3-arena-bytes", str(arena_bytes), "--window", "unbounded",
-               "--delivery-timeout-secs", "600")) as (address, process),
+        router(
+            "r3router",
+            backends,
+            pd=True,
+            extra=("--r3-arena-bytes", str(arena_bytes), "--window", "unbounded", "--delivery-timeout-secs", "600"),
+        ) as (address, process),
     ):
         body = request(tokens, 8)
         idle = process.memory_mb("VmRSS")
         result: list[dict[str, Any]] = []
-        thread = threading.Thread(target=lambda: result.append(
-            load(address, body, connections=samples, seconds=hold_seconds + 300, requests=samples)))
+        thread = threading.Thread(
+            target=lambda: result.append(load(address, body, connections=samples, seconds=hold_seconds + 300, requests=samples))
+        )
         thread.start()
         while thread.is_alive():
             with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://{address}/metrics", timeout=30) as reply:
@@ -41,6 +46,13 @@ def measure(samples: int, tokens: int, hold_seconds: float, arena_bytes: int) ->
         raise RuntimeError("the load did not finish: " + process.log_tail())
     arena, rss = max(seen)
     text = samples * tokens * TEXT_BYTES_PER_ROW / 1e6
-    return {"samples": samples, "tokens": tokens, "P text MB": round(text), "arena MB": round(arena),
-            "arena / text": round(arena / text, 3), "RSS MB": round(rss), "idle RSS MB": round(idle),
-            "heap beyond arena MB": round(rss - idle - arena)}
+    return {
+        "samples": samples,
+        "tokens": tokens,
+        "P text MB": round(text),
+        "arena MB": round(arena),
+        "arena / text": round(arena / text, 3),
+        "RSS MB": round(rss),
+        "idle RSS MB": round(idle),
+        "heap beyond arena MB": round(rss - idle - arena),
+    }

@@ -21,8 +21,12 @@ def rows_of(text_mb: float) -> int:
 
 def request(prompt_tokens: int, output_tokens: int, **more: Any) -> dict[str, Any]:
     """An R3 request with `prompt_tokens` input ids."""
-    return {"input_ids": [151643] * prompt_tokens, "sampling_params": {"max_new_tokens": output_tokens},
-            "return_routed_experts": True, **more}
+    return {
+        "input_ids": [151643] * prompt_tokens,
+        "sampling_params": {"max_new_tokens": output_tokens},
+        "return_routed_experts": True,
+        **more,
+    }
 
 
 def measure(text_mb: float, concurrency: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
@@ -34,8 +38,10 @@ def measure(text_mb: float, concurrency: tuple[int, ...], repeats: int) -> list[
         ("r3router in-line, both legs full + logprobs", "r3router", ("--no-start-len-rewrite",), {"return_logprob": True}),
     ]
     if "sglang-router" in names():
-        cases += [("sglang-router (no merge: decode's junk)", "sglang-router", (), {}),
-                  ("sglang-router + logprobs (its merge path)", "sglang-router", (), {"return_logprob": True})]
+        cases += [
+            ("sglang-router (no merge: decode's junk)", "sglang-router", (), {}),
+            ("sglang-router + logprobs (its merge path)", "sglang-router", (), {"return_logprob": True}),
+        ]
     table = []
     backends = Backends()
     with backends.run(prompt_tokens=prompt, output_tokens=output, row_ids=ROW_IDS):
@@ -64,6 +70,10 @@ def one(address: str, process: Measured, body: dict[str, Any], count: int, repea
         wall.append(report["seconds"])
         size = report["body_bytes"] // count
     peak = process.memory_mb("VmHWM")
-    return {"reply MB": round(size / 1e6, 1), "CPU s/reply": round(statistics.median(cpu), 3),
-            "wall s": round(statistics.median(wall), 2), "peak RSS over idle MB": round(peak - idle),
-            "per reply MB": round((peak - idle) / count, 1)}
+    return {
+        "reply MB": round(size / 1e6, 1),
+        "CPU s/reply": round(statistics.median(cpu), 3),
+        "wall s": round(statistics.median(wall), 2),
+        "peak RSS over idle MB": round(peak - idle),
+        "per reply MB": round((peak - idle) / count, 1),
+    }

@@ -28,7 +28,8 @@ class Row:
         """The table's cells; latencies are over those of the straight connection."""
         median = statistics.median
         return {
-            "mode": self.mode, "router": self.router,
+            "mode": self.mode,
+            "router": self.router,
             "req/s": round(median(self.per_second)),
             "req/s per router core": round(median(self.per_core)) if self.per_core else None,
             "router CPU us/req": round(1e6 / median(self.per_core), 1) if self.per_core else None,

@@ -1,0 +1,1 @@
+"""Real SGLang engines on a CPU, through r3router (`make test-sglang`)."""
