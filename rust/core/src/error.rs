@@ -16,108 +16,85 @@ pub enum Source {
     Decode,
 }
 
-/// What went wrong. The name is the stable `code` that clients and metrics see.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Kind {
-    /// The body is not JSON; `measured` is the byte position.
-    InvalidJson,
-    /// A field that the router reads has the wrong type or value.
-    InvalidField,
-    /// The body is over the limit.
-    BodyTooLarge,
-    /// The request is larger than every rank's pool; it can never run.
-    TooLargeForFleet,
-    /// No worker of a role is registered or alive.
-    NoWorkers,
-    /// The queue is full.
-    QueueFull,
-    /// The deadline passed while the request waited in the router.
-    QueueTimeout,
-    /// A leg was dispatched and no token came in time.
-    DeliveryTimeout,
-    /// The whole request took longer than the limit.
-    RequestTimeout,
-    /// The router drains; it takes no new work.
-    Draining,
-    /// The client closed its connection.
-    ClientGone,
-    /// Aborted by `/abort_request`.
-    Aborted,
-    /// Connect refused, unreachable, or name not found.
-    Connect,
-    /// The connection broke before the reply was complete.
-    Reset,
-    /// The engine answered with a status of 4xx; passed on as it is.
-    EngineRejected,
-    /// The engine answered with a status of 5xx.
-    EngineFailed,
-    /// The engine answered something that is not the protocol (not JSON, missing object).
-    EngineProtocol,
-    /// An R3 part is missing, has the wrong length or the wrong dtype.
-    R3Mismatch,
-    /// This fleet cannot give R3 for this request.
-    R3Unsupported,
-    /// The R3 arena cannot ever hold the request.
-    R3ArenaTooSmall,
-    /// Path or method that the router does not know.
-    NotFound,
-    /// Wrong method on a known path.
-    MethodNotAllowed,
-    /// Missing or wrong key.
-    Unauthorized,
-    /// A fault of the router's own code.
-    Internal,
+/// Declares the kinds: meaning, stable code and HTTP status, once.
+macro_rules! kinds {
+    ($( $(#[doc = $help:literal])+ $variant:ident = $code:literal, $status:literal; )+) => {
+        /// What went wrong. The name is the stable `code` that clients and metrics see.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum Kind { $( $(#[doc = $help])+ $variant, )+ }
+
+        impl Kind {
+            /// Every kind, in the order of the reference page.
+            pub const ALL: &'static [Self] = &[$(Self::$variant),+];
+
+            /// The stable code, in snake case.
+            pub fn code(self) -> &'static str {
+                match self { $( Self::$variant => $code, )+ }
+            }
+
+            /// The HTTP status a client gets when the error has none of its own.
+            pub fn status(self) -> u16 {
+                match self { $( Self::$variant => $status, )+ }
+            }
+
+            /// What it means, in a sentence.
+            pub fn meaning(self) -> &'static str {
+                match self { $( Self::$variant => concat!($($help),+), )+ }.trim_ascii()
+            }
+        }
+    };
 }
 
-impl Kind {
-    /// The stable code, in snake case.
-    pub fn code(self) -> &'static str {
-        match self {
-            Self::InvalidJson => "invalid_json",
-            Self::InvalidField => "invalid_field",
-            Self::BodyTooLarge => "body_too_large",
-            Self::TooLargeForFleet => "too_large_for_fleet",
-            Self::NoWorkers => "no_available_workers",
-            Self::QueueFull => "queue_full",
-            Self::QueueTimeout => "queue_timeout",
-            Self::DeliveryTimeout => "delivery_timeout",
-            Self::RequestTimeout => "request_timeout",
-            Self::Draining => "draining",
-            Self::ClientGone => "client_gone",
-            Self::Aborted => "aborted",
-            Self::Connect => "connect_failed",
-            Self::Reset => "connection_reset",
-            Self::EngineRejected => "engine_rejected",
-            Self::EngineFailed => "engine_failed",
-            Self::EngineProtocol => "engine_protocol",
-            Self::R3Mismatch => "r3_mismatch",
-            Self::R3Unsupported => "r3_unsupported",
-            Self::R3ArenaTooSmall => "r3_arena_too_small",
-            Self::NotFound => "not_found",
-            Self::MethodNotAllowed => "method_not_allowed",
-            Self::Unauthorized => "unauthorized",
-            Self::Internal => "internal_error",
-        }
-    }
-
-    /// The HTTP status a client gets when the error has none of its own.
-    pub fn status(self) -> u16 {
-        match self {
-            Self::InvalidJson | Self::InvalidField | Self::TooLargeForFleet | Self::R3ArenaTooSmall => 400,
-            Self::Unauthorized => 401,
-            Self::NotFound => 404,
-            Self::MethodNotAllowed => 405,
-            Self::BodyTooLarge => 413,
-            Self::QueueFull | Self::QueueTimeout => 429,
-            Self::ClientGone => 499,
-            Self::EngineFailed | Self::Internal => 500,
-            Self::R3Unsupported => 501,
-            Self::Connect | Self::Reset | Self::EngineProtocol | Self::R3Mismatch | Self::EngineRejected => 502,
-            Self::NoWorkers | Self::Draining | Self::Aborted => 503,
-            Self::DeliveryTimeout | Self::RequestTimeout => 504,
-        }
-    }
+kinds! {
+    /// The body is not JSON; `measured` is the byte position.
+    InvalidJson = "invalid_json", 400;
+    /// A field that the router reads has the wrong type or value.
+    InvalidField = "invalid_field", 400;
+    /// The body is over the limit.
+    BodyTooLarge = "body_too_large", 413;
+    /// The request is larger than every rank's pool; it can never run.
+    TooLargeForFleet = "too_large_for_fleet", 400;
+    /// No worker of a role is registered or alive.
+    NoWorkers = "no_available_workers", 503;
+    /// The queue is full.
+    QueueFull = "queue_full", 429;
+    /// The deadline passed while the request waited in the router.
+    QueueTimeout = "queue_timeout", 429;
+    /// A leg was dispatched and no token came in time.
+    DeliveryTimeout = "delivery_timeout", 504;
+    /// The whole request took longer than the limit.
+    RequestTimeout = "request_timeout", 504;
+    /// The router drains; it takes no new work.
+    Draining = "draining", 503;
+    /// The client closed its connection.
+    ClientGone = "client_gone", 499;
+    /// Aborted by `/abort_request`.
+    Aborted = "aborted", 503;
+    /// Connect refused, unreachable, or name not found.
+    Connect = "connect_failed", 502;
+    /// The connection broke before the reply was complete.
+    Reset = "connection_reset", 502;
+    /// The engine answered with a status of 4xx; passed on as it is.
+    EngineRejected = "engine_rejected", 502;
+    /// The engine answered with a status of 5xx.
+    EngineFailed = "engine_failed", 500;
+    /// The engine answered something that is not the protocol (not JSON, missing object).
+    EngineProtocol = "engine_protocol", 502;
+    /// An R3 part is missing, has the wrong length or the wrong dtype.
+    R3Mismatch = "r3_mismatch", 502;
+    /// This fleet cannot give R3 for this request.
+    R3Unsupported = "r3_unsupported", 501;
+    /// The R3 arena cannot ever hold the request.
+    R3ArenaTooSmall = "r3_arena_too_small", 400;
+    /// Path or method that the router does not know.
+    NotFound = "not_found", 404;
+    /// Wrong method on a known path.
+    MethodNotAllowed = "method_not_allowed", 405;
+    /// Missing or wrong key.
+    Unauthorized = "unauthorized", 401;
+    /// A fault of the router's own code.
+    Internal = "internal_error", 500;
 }
 
 /// An error that a person can act on: what, limit, measured, which worker, what to change.

@@ -6,6 +6,7 @@ pub mod clock;
 pub mod errors;
 pub mod merge;
 pub mod metrics;
+pub mod reference;
 pub mod settings;
 pub mod store;
 pub mod upstream;

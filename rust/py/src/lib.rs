@@ -15,6 +15,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(settings::settings_schema, m)?)?;
     m.add_function(wrap_pyfunction!(settings::check_settings, m)?)?;
     m.add_function(wrap_pyfunction!(reference::settings_page, m)?)?;
+    m.add_function(wrap_pyfunction!(reference::errors_page, m)?)?;
+    m.add_function(wrap_pyfunction!(reference::metrics_page, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_load, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_backend, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_relay, m)?)?;

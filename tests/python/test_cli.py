@@ -1,0 +1,155 @@
+"""The command line: help, errors that name the flag, precedence."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3router import __version__
+from r3router.cli.words import fold
+from r3router.native import core
+from r3router.reference import drifted
+
+ROOT = Path(__file__).parents[2]
+
+
+def r3router(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("R3ROUTER_")}
+    return subprocess.run(
+        [sys.executable, "-m", "r3router", *args], capture_output=True, text=True, env={**clean, **(env or {})}, timeout=60, check=False
+    )
+
+
+def checked(*args: str, env: dict[str, str] | None = None) -> dict[str, str]:
+    """`name = value` lines of `serve --check`, without the origins."""
+    done = r3router("serve", "--check", *args, env=env)
+    assert done.returncode == 0, done.stderr
+    return dict(re.match(r"(\w+) = (.*?)\s+# ", line).groups() for line in done.stdout.splitlines() if not line.startswith("#"))
+
+
+def schema() -> list[dict]:
+    return json.loads(core.settings_schema())
+
+
+def test_version_is_that_of_both_halves_and_of_the_workspace():
+    done = r3router("version")
+    assert done.stdout.startswith(f"r3router {__version__} (")
+    assert core.__version__ == __version__
+    assert f'\nversion = "{__version__}"\n' in (ROOT / "Cargo.toml").read_text()
+
+
+def test_halves_of_different_versions_refuse_to_run():
+    code = "import r3router; r3router.__version__ = '0.0.1'; import r3router.native"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"the Python half of r3router is 0.0.1 and the native core is {core.__version__}" in done.stderr
+
+
+def test_help_lists_the_commands_and_needs_no_native_core():
+    done = r3router("--help")
+    assert done.returncode == 0
+    for command in ("serve", "emulate", "simulate", "demo", "version"):
+        assert re.search(rf"^  {command}\s+\S", done.stdout, re.MULTILINE)
+    code = "import sys, r3router.cli; sys.exit('r3router._core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_help_of_serve_has_every_setting_in_its_section():
+    text = r3router("serve", "--help").stdout
+    sections = [row["group"] for row in schema()]
+    places = [text.index(f"\n{section}:\n") for section in dict.fromkeys(sections)]
+    assert places == sorted(places)
+    for row in schema():
+        assert re.search(rf"^  {row['flag']}(?=[ ,\n])", text, re.MULTILINE), row["flag"]
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--prot", "1"], "--prot: there is no such option; did you mean --port?"),
+        (["--max-payload", "1"], "--max-payload: there is no such option; did you mean --max-payload-size?"),
+        (["--qqqqqq"], "--qqqqqq: there is no such option; see `python -m r3router serve --help` for all of them"),
+        (["--port", "99999"], "--port: `99999` is not a port from 0 to 65535; expected a port"),
+        (["--port"], "Option '--port' requires an argument."),
+        (["--window", "wide"], "--window: `wide` is neither computed, unbounded nor a number above 0"),
+        (["--decode", "http://d:1"], "--decode: decode workers need PD mode; add --pd-disaggregation, or use --worker-urls"),
+        (["--pd-disaggregation", "--prefill", "http://a:1", "x"], "--prefill: the bootstrap port `x` is not a port from 1 to 65535"),
+        (["--config", "/nonexistent.toml"], "--config: /nonexistent.toml cannot be read"),
+        (["--request-timeout-secs", "5 parsecs"], "--request-timeout-secs: `5 parsecs` has an unknown unit `parsecs`"),
+    ],
+)
+def test_an_error_names_the_flag_and_the_mend_and_leaves_with_2(args: list[str], error: str):
+    done = r3router("serve", *args)
+    assert done.returncode == 2
+    assert f"Error: {error}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_all_wrong_settings_are_told_at_once():
+    done = r3router("serve", "--port", "x", "--kv-margin", "3", env={"R3ROUTER_THREDS": "1"})
+    lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert [line.split(": ")[1] for line in lines] == ["R3ROUTER_THREDS", "--port", "--kv-margin"]
+    assert "did you mean R3ROUTER_THREADS?" in lines[0]
+
+
+def test_a_command_that_is_left_out_is_named():
+    done = r3router("--prefill", "http://a:1")
+    assert done.returncode == 2
+    assert "write `python -m r3router serve --prefill …`" in done.stderr
+
+
+def test_flag_wins_over_variable_over_file_over_default(tmp_path: Path):
+    file = tmp_path / "r3.toml"
+    file.write_text("port = 1\nthreads = 2\nqueue_size = 3\n")
+    values = checked("--config", str(file), "--port", "31", env={"R3ROUTER_PORT": "21", "R3ROUTER_THREADS": "22"})
+    assert (values["port"], values["threads"], values["queue_size"]) == ("31", "22", "3")
+    assert values["prometheus_port"] == "29000"
+    by_variable = checked(env={"R3ROUTER_CONFIG": str(file)})
+    assert (by_variable["port"], by_variable["threads"]) == ("1", "2")
+
+
+def test_workers_are_written_as_for_sglang_router():
+    values = checked(
+        *["--pd-disaggregation", "--prefill", "http://a:1", "8998", "--prefill", "b:2", "none", "--prefill", "c:3"],
+        *["--decode", "http://d:4", "--decode", "E:5/", "--max-concurrent-requests", "-1", "--disable-retries"],
+    )
+    assert json.loads(values["prefill"]) == ["http://a:1 8998", "http://b:2", "http://c:3"]
+    assert json.loads(values["decode"]) == ["http://d:4", "http://e:5"]
+    assert (values["max_concurrent_requests"], values["disable_retries"]) == ("-1", "true")
+    regular = checked("--worker-urls", "http://a:1", "http://b:2", "--port", "0")
+    assert json.loads(regular["worker_urls"]) == ["http://a:1", "http://b:2"]
+
+
+def test_a_switch_in_a_file_is_undone_by_its_flag(tmp_path: Path):
+    file = tmp_path / "r3.toml"
+    file.write_text("admission = false\ndisable_retries = true\n")
+    values = checked("--config", str(file), "--admission", "--no-disable-retries")
+    assert (values["admission"], values["disable_retries"]) == ("true", "false")
+    assert checked("--no-admission")["admission"] == "false"
+
+
+def test_words_that_vary_in_number_are_folded_into_repeated_flags():
+    arities = {"--prefill": "url_port", "--worker-urls": "many", "--port": "one", "--dp-aware": "switch"}
+    assert fold(["--prefill", "a", "1", "--prefill=b", "none", "--prefill", "c"], arities) == [
+        *["--prefill", "a 1", "--prefill", "b none", "--prefill", "c"]
+    ]
+    assert fold(["--worker-urls", "a", "b", "--dp-aware", "x"], arities) == ["--worker-urls", "a", "--worker-urls", "b", "--dp-aware", "x"]
+    assert fold(["--port", "-1", "--worker-urls"], arities) == ["--port", "-1", "--worker-urls"]
+    assert fold(["--port", "--worker-urls", "a"], arities) == ["--port", "--worker-urls", "a"]
+    assert fold(["--prefill", "a", "1", "2"], arities) == ["--prefill", "a 1", "2"]
+    assert fold(["--", "--worker-urls", "a"], arities) == ["--", "--worker-urls", "a"]
+
+
+def test_the_reference_pages_are_those_of_the_code():
+    assert drifted(ROOT) == [], "run `make docs`"
+
+
+def test_one_exception_tree():
+    assert issubclass(core.SettingsError, core.R3RouterError)
+    assert issubclass(core.RunError, core.R3RouterError)
+    with pytest.raises(core.SettingsError, match="not the expected JSON"):
+        core.check_settings("{")
