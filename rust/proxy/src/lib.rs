@@ -4,6 +4,7 @@ pub mod admit;
 pub mod body;
 pub mod clock;
 pub mod errors;
+pub mod logging;
 pub mod merge;
 pub mod metrics;
 pub mod reference;

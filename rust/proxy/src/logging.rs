@@ -1,0 +1,68 @@
+//! Log lines: to standard error, or appended to `r3router.log` in a folder; text or JSON; the level of the settings, which the
+//! variable `RUST_LOG` refines.
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::Path;
+use std::sync::Mutex;
+
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::writer::BoxMakeWriter;
+
+use crate::settings::{LogLevel, Settings};
+
+/// Name of the file in `--log-dir`. It is opened for append, so that several starts share it and rotation may truncate it.
+const FILE: &str = "r3router.log";
+
+/// Starts logging for the process. A process that logs already is left as it is.
+///
+/// # Errors
+/// When the folder of `--log-dir` or the file in it cannot be written.
+pub fn init(settings: &Settings) -> io::Result<()> {
+    let writer = match &settings.log_dir {
+        Some(folder) => BoxMakeWriter::new(Mutex::new(open(Path::new(folder))?)),
+        None => BoxMakeWriter::new(io::stderr),
+    };
+    let filter = EnvFilter::builder().with_default_directive(level(settings.log_level).into()).from_env_lossy();
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(writer)
+        .with_ansi(settings.log_dir.is_none() && std::io::IsTerminal::is_terminal(&io::stderr()));
+    // A second router in one process (tests) finds a subscriber that is already set; its lines go there.
+    let _ = if settings.log_json { builder.json().flatten_event(true).try_init() } else { builder.try_init() };
+    Ok(())
+}
+
+fn open(folder: &Path) -> io::Result<File> {
+    let told =
+        |e: io::Error| io::Error::new(e.kind(), format!("--log-dir: {} cannot be written: {e}", folder.display()));
+    std::fs::create_dir_all(folder).map_err(told)?;
+    OpenOptions::new().create(true).append(true).open(folder.join(FILE)).map_err(told)
+}
+
+fn level(level: LogLevel) -> tracing::level_filters::LevelFilter {
+    use tracing::level_filters::LevelFilter;
+    match level {
+        LogLevel::Debug => LevelFilter::DEBUG,
+        LogLevel::Info => LevelFilter::INFO,
+        LogLevel::Warn => LevelFilter::WARN,
+        LogLevel::Error => LevelFilter::ERROR,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::open;
+    use std::io::Write;
+
+    #[test]
+    fn the_folder_is_made_and_starts_share_the_file() {
+        let folder = std::env::temp_dir().join(format!("r3router-log-{}", std::process::id()));
+        for line in ["a\n", "b\n"] {
+            open(&folder).unwrap().write_all(line.as_bytes()).unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(folder.join("r3router.log")).unwrap(), "a\nb\n");
+        std::fs::remove_dir_all(&folder).unwrap();
+        let error = open(std::path::Path::new("/dev/null/logs")).expect_err("a file is no folder");
+        assert!(error.to_string().starts_with("--log-dir: /dev/null/logs cannot be written"), "{error}");
+    }
+}
