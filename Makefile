@@ -87,10 +87,8 @@ lint: build ## Formatting, clippy, rustdoc, ruff, mypy, stubs.
 .PHONY: bench
 bench: build ## Core and end-to-end benchmarks, ours and sglang-router in turn.
 	-@$(MAKE) --no-print-directory peer-sglang-router
-	$(call say,Benchmarks of the core)
-	cargo bench --package r3router-core
-	$(call say,End-to-end benchmarks)
-	"$(BIN)/python" benches/run.py --peers "$(PEERS)"
+	$(call say,Benchmarks: the core and end to end)
+	R3ROUTER_PEERS="$(PEERS)" "$(BIN)/python" benches/run.py --write
 
 .PHONY: docs
 docs: build ## Write the pages that are made from the code (settings, errors).

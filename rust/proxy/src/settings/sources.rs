@@ -14,8 +14,9 @@ use super::value::Value;
 /// What every variable begins with.
 pub(super) const PREFIX: &str = "R3ROUTER_";
 
-/// Variables with the prefix that are no settings: the file's own, and the folder in which `make` keeps environments.
-const NOT_SETTINGS: [&str; 2] = ["R3ROUTER_CONFIG", "R3ROUTER_CACHE"];
+/// Beginnings of variables that are no settings: the file's own, and those of the tools around the router (make, tests, benchmarks).
+const NOT_SETTINGS: [&str; 6] =
+    ["R3ROUTER_CONFIG", "R3ROUTER_CACHE", "R3ROUTER_PEERS", "R3ROUTER_PYTHON", "R3ROUTER_SGLANG_", "R3ROUTER_SIM_"];
 
 /// Where values come from. Later calls add to earlier ones; the order of calls does not matter for precedence.
 #[derive(Clone, Debug, Default)]
@@ -184,7 +185,7 @@ impl Merge {
 
     fn add_env(&mut self, variables: &[(String, String)]) {
         for (variable, value) in variables {
-            if NOT_SETTINGS.contains(&variable.as_str()) {
+            if NOT_SETTINGS.iter().any(|tool| variable.starts_with(tool)) {
                 continue;
             }
             if is_service_link(variable, value) {

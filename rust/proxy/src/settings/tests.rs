@@ -178,11 +178,22 @@ fn kubernetes_service_links_are_no_settings() {
             ("R3ROUTER_PORT_30000_TCP", "tcp://10.0.0.1:30000"),
             ("R3ROUTER_DECODE_PORT_30000_TCP_ADDR", "10.0.0.1"),
             ("R3ROUTER_CACHE", "/tmp/x"),
+            ("R3ROUTER_SIM_SEEDS", "10"),
         ])
         .load()
         .unwrap();
     assert_eq!(loaded.settings, Settings::default());
     assert_eq!(loaded.warnings.len(), 6);
+}
+
+#[test]
+fn no_setting_is_taken_for_a_variable_of_a_tool() {
+    for row in rows() {
+        let sources = Sources::default().env([(row.variable(), "\u{1}")]);
+        // What is read at all is either refused or kept, so an ignored variable shows as no error and no origin.
+        let seen = sources.load().map_or(true, |loaded| loaded.origins.contains_key(row.name));
+        assert!(seen, "{}", row.variable());
+    }
 }
 
 #[test]
