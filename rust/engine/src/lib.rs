@@ -1,3 +1,4 @@
 //! Engines without GPUs: a model of an `SGLang` engine, its emulator, a rollout client, a load generator and the simulator.
+pub mod emulator;
 pub mod load;
 pub mod model;
