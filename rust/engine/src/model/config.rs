@@ -167,6 +167,8 @@ impl Default for R3Cost {
 pub struct Frontend {
     /// One turn of the HTTP loop (6.6: `/model_info` answers in 2 ms, there and back).
     pub http_turn: Duration,
+    /// One chunk of a stream, or one answer of a few bytes, through it (assumed).
+    pub http_chunk: Duration,
     /// Parsing a request body, bytes per second (assumed: 10 ms for the 400 kB of 57k ids).
     pub ingress_bytes_per_s: f64,
     /// One message through the detokenizer.
@@ -183,6 +185,7 @@ impl Default for Frontend {
     fn default() -> Self {
         Self {
             http_turn: Duration::from_millis(1),
+            http_chunk: Duration::from_micros(50),
             ingress_bytes_per_s: 40e6,
             detokenizer_message: Duration::from_micros(200),
             detokenizer_reply: Duration::from_micros(50),

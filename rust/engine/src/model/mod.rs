@@ -11,13 +11,27 @@
 //!   effects <───┘    └── detokenizer <── gather of R3 (stalls the scheduler of all ranks) <── finished
 //! ```
 mod config;
+mod decode;
+mod engine;
 mod event;
 mod fleet;
+mod frontend;
+mod ingress;
 mod load;
 mod pace;
+mod prefill;
+mod prefix;
+mod rank;
+mod request;
+mod stop;
+mod timers;
+
+#[cfg(test)]
+mod tests;
 
 pub use config::{Compute, EngineConfig, Frontend, Mamba, R3Cost, Transfer, Version};
 pub use event::{Ask, Bootstrap, Effect, EngineId, Event, Fault, Finish, Key, PauseMode, R3Rows, Reply, Times};
 pub use fleet::Fleet;
 pub use load::RankLoad;
 pub use pace::Pace;
+pub use rank::RankStats;
