@@ -25,7 +25,7 @@ from .server import Exchange, Request, Server
 GENERATION_PATHS = ("/generate", "/v1/chat/completions", "/v1/completions")
 ROOM_TEXT = re.compile(rb'"bootstrap_room"\s*:\s*([^,}\s]+)\s*[,}]')
 MAX_ROOM = 2**63 - 1
-SMALL_BODY = 1 << 20
+SMALL_BODY = 1 << 16
 MAMBA_TEXT = "Not enough space for mamba cache, try to increase --mamba-full-memory-ratio or --max-mamba-cache-size."
 
 
@@ -49,11 +49,14 @@ class Leg:
     arrived: float = 0.0
     ended: float | None = None
     end: str = "open"
-    """How it ended: `answered`, `aborted`, `left` (connection closed, no abort), `broken` (by script) or `timeout`."""
+    """How it ended: `answered`, `aborted`, `left` (connection closed, no abort), `late` (closed when the answer was ready),
+    `broken` (by script) or `timeout`."""
     closed_at: float | None = None
     aborted_at: float | None = None
     leaks: bool = False
     delivered: bool = False
+    sent: bytes = b""
+    """The whole reply of a healthy engine (streams: all events)."""
     r3_sent: Rows | None = None
     r3_output: Rows | None = None
     meeting: Meeting | None = None
@@ -67,8 +70,11 @@ class Leg:
 
     @property
     def seed(self) -> int:
-        """Names the prompt's rows: the same for both legs of an attempt."""
-        return zlib.crc32(str(self.body.get("input_ids", self.body.get("text", self.body.get("messages", "")))).encode()[:4096])
+        """Names the prompt's rows: the same for both legs of an attempt. Long prompts share a few rows, so that texts can be cached."""
+        ids = self.body.get("input_ids")
+        if isinstance(ids, list):
+            return zlib.crc32(str(ids if len(ids) < 1000 else (ids[:32], ids[-1] & 3)).encode())
+        return zlib.crc32(str(self.body.get("text") or self.body.get("messages") or self.body.get("prompt"))[:4096].encode("utf-8", "replace"))
 
     def token_at(self, index: int) -> int:
         """Id of a prompt token."""
@@ -133,6 +139,8 @@ class Engine:
     on_over: str = "fail"
     """A rank over its limits: `fail` (500, a violation), `freeze` (every rank stops, a violation), `die` or `mamba_500`."""
     retractions: int = 0
+    expands: int = 0
+    """Prompt tokens that the engine counts beyond the ids that it was sent, as multimodal inputs do."""
     r3: R3Model = field(default_factory=R3Model)
     indexer: R3Model | None = None
     script: Script | None = None
@@ -227,8 +235,9 @@ class Engine:
             if leg.aborted_at is not None and not exchange.closed:
                 await self._answer_abort(leg, exchange)
         except ConnectionError:
-            leg.end = "left"
-            if leg.aborted_at is None and not leg.delivered:
+            # The peer had gone when the answer was ready: there is nothing left to abort.
+            leg.end = "late" if leg.sent and not exchange.chunked else "left"
+            if leg.end == "left" and leg.aborted_at is None:
                 await self._linger(leg)
         except Timeout as timeout:
             leg.end = "timeout"
@@ -261,7 +270,7 @@ class Engine:
         if len(raw) <= SMALL_BODY:
             self._check_duplicate_keys(leg)
         leg.rid = body.get("rid") or ""
-        leg.prompt_tokens = prompt_tokens(body)
+        leg.prompt_tokens = prompt_tokens(body) + self.expands
         self._check_single(leg)
         if self.role == "regular":
             leg.rid = leg.rid or f"engine-made-{len(self.legs)}"
@@ -372,8 +381,9 @@ class Engine:
             return f"rank {index}: {rank.kv}+{rank.foreign_kv} KV tokens in a pool of {self.kv_pool}"
         if self.mamba_slots is not None and rank.mamba > self.mamba_slots:
             return f"rank {index}: {rank.mamba} mamba slots of {self.mamba_slots}"
-        if rank.transfer + rank.running > self.max_running:
-            return f"rank {index}: {rank.transfer + rank.running} requests in {self.max_running} rows"
+        rows = rank.transfer + rank.running + rank.foreign_transfer
+        if rows > self.max_running:
+            return f"rank {index}: {rows} requests in {self.max_running} rows"
         return None
 
     def _start_running(self, leg: Leg) -> None:
@@ -425,16 +435,18 @@ class Engine:
             self._start_running(leg)
             await self._run(leg)
         output = self.output(leg)
-        if stream and self.role != "prefill":
-            for part in replies.stream_events(leg, output):
+        if stream:
+            parts = replies.stream_events(leg, output)
+            leg.sent = b"".join(parts)
+            if self.role == "prefill":
+                return await exchange.reply(200, leg.sent, content_type="text/event-stream")
+            for part in parts:
                 await exchange.chunk(part)
                 if self.run_s:
-                    await asyncio.sleep(self.run_s / (output.tokens + 1))
-            await exchange.end()
-        elif stream:
-            await exchange.reply(200, b"".join(replies.stream_events(leg, output)), content_type="text/event-stream")
-        else:
-            await exchange.reply(200, replies.reply_bytes(leg, output), [("x-engine", self.name)])
+                    await asyncio.sleep(self.run_s / len(parts))
+            return await exchange.end()
+        leg.sent = replies.reply_bytes(leg, output)
+        return await exchange.reply(200, leg.sent, [("x-engine", self.name)])
 
     async def _run(self, leg: Leg) -> None:
         """Decoding: the KV grows."""
@@ -479,7 +491,7 @@ class Engine:
         prompt = leg.prompt_tokens
         last = prompt + tokens - 1
         start = min(start, last)
-        true_prompt = model.rows(leg.seed, start, max(min(prompt, last) - start, 0))
+        true_prompt = model.cached_rows(leg.seed, start, max(min(prompt, last) - start, 0))
         first_output = max(prompt, start)
         output = model.rows(zlib.crc32(leg.rid.encode()), first_output, max(last - first_output, 0))
         head = model.junk_rows(len(true_prompt)) if self.role == "decode" else true_prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ class R3Model:
     """Bytes that are too many, so that the length fits no whole row."""
     bad_text: bool = False
     """The field is not base64."""
+    _cache: dict[tuple[int, int, int], Rows] = field(default_factory=dict, repr=False)
 
     def rows(self, seed: int, first: int, count: int) -> Rows:
         """Rows `first..first+count` of the stream of rows that `seed` names; int32 [count, layers, topk]."""
@@ -39,6 +40,15 @@ class R3Model:
         mixed = (index + np.uint64(seed & 0xFFFFFFFF)) * np.uint64(2654435761)
         ids = (mixed >> np.uint64(7)) % np.uint64(self.experts)
         return ids.astype(np.int32).reshape(count, self.layers, self.topk)
+
+    def cached_rows(self, seed: int, first: int, count: int) -> Rows:
+        """As `rows`; large blocks are made once."""
+        if count < 10_000:
+            return self.rows(seed, first, count)
+        key = (seed, first, count)
+        if key not in self._cache:
+            self._cache[key] = self.rows(seed, first, count)
+        return self._cache[key]
 
     def junk_rows(self, count: int) -> Rows:
         """Rows as decode reports them for the prompt."""

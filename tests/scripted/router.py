@@ -19,7 +19,7 @@ STOP_TIMEOUT_S = 15.0
 SETTLE_TIMEOUT_S = 10.0
 
 # Gauges of work in hand. All of them must be there, and 0 when nothing is going on.
-ZERO_GAUGES = ("r3router_requests_in_flight", "r3router_queued_requests", "r3router_rank_in_transfer", "r3router_rank_open")
+ZERO_GAUGES = ("r3router_requests_live", "r3router_queued_requests", "r3router_rank_in_transfer", "r3router_rank_open")
 
 
 def free_port() -> int:
