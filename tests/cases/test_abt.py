@@ -106,8 +106,10 @@ async def test_abt_1_a_call_that_was_left_in_the_queue_is_never_dispatched(lab: 
 
 
 async def test_abt_1_five_hundred_clients_that_leave_at_random_times_leave_nothing_behind(lab: Lab) -> None:
-    fleet, router, client = await lab.serve(prefill={"dp_size": 2, "prefill_s": 0.02, "waiting_s": 60.0, "disconnect_s": 60.0},
-                                            decode={"dp_size": 2, "max_running": 16, "run_s": 0.05, "waiting_s": 60.0, "disconnect_s": 60.0})
+    fleet, router, client = await lab.serve(
+        prefill={"dp_size": 2, "prefill_s": 0.02, "waiting_s": 60.0, "disconnect_s": 60.0},
+        decode={"dp_size": 2, "max_running": 16, "run_s": 0.05, "waiting_s": 60.0, "disconnect_s": 60.0},
+    )
     chance = random.Random(7)
     paths = list(ROUTES)
 

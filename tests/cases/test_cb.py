@@ -15,7 +15,9 @@ from scripted.lab import Lab
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429])
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
 async def test_cb_1_client_errors_open_no_breaker(lab: Lab, status: int, side: str) -> None:
-    fleet, router, client = await lab.serve("--cb-failure-threshold", "3", "--disable-retries", prefill={"dp_size": 2}, decode={"dp_size": 2})
+    fleet, router, client = await lab.serve(
+        "--cb-failure-threshold", "3", "--disable-retries", prefill={"dp_size": 2}, decode={"dp_size": 2}
+    )
     for engine in fleet.engines:
         if side in (engine.role, "both"):
             engine.script = lambda leg: refusal(status, "no")
@@ -33,8 +35,9 @@ async def test_cb_1_client_errors_open_no_breaker(lab: Lab, status: int, side: s
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_cb_2_with_one_side_open_nothing_is_dispatched_and_a_good_probe_closes_it(lab: Lab, side: str) -> None:
-    fleet, router, client = await lab.serve("--cb-failure-threshold", "3", "--cb-timeout-duration-secs", "1.5", "--cb-success-threshold", "1",
-                                            "--disable-retries")
+    fleet, router, client = await lab.serve(
+        "--cb-failure-threshold", "3", "--cb-timeout-duration-secs", "1.5", "--cb-success-threshold", "1", "--disable-retries"
+    )
     bad = fleet.p if side == "prefill" else fleet.d
     bad.script = lambda leg: answer(500, {"detail": "broken"})
     answers = [await client.generate(**GENERATE) for _ in range(3)]
@@ -79,8 +82,14 @@ async def test_cb_2_a_failed_probe_opens_it_again_and_one_probe_at_a_time_is_sen
 
 
 async def test_cb_2_clients_that_give_up_and_router_deadlines_open_no_breaker(lab: Lab) -> None:
-    fleet, router, client = await lab.serve("--cb-failure-threshold", "3", "--delivery-timeout-secs", "0.7",
-                                            prefill={"prefill_s": 60.0, "waiting_s": 60.0}, decode={"waiting_s": 60.0})
+    fleet, router, client = await lab.serve(
+        "--cb-failure-threshold",
+        "3",
+        "--delivery-timeout-secs",
+        "0.7",
+        prefill={"prefill_s": 60.0, "waiting_s": 60.0},
+        decode={"waiting_s": 60.0},
+    )
     for _ in range(15):
         connection = await client.connect()
         await connection.post("/generate", encode(GENERATE))

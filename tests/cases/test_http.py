@@ -97,11 +97,15 @@ async def test_http_1_a_new_connection_that_dies_is_a_failure_and_not_sent_again
     await fleet.quiet()
 
 
-@pytest.mark.parametrize("body", [
-    {"input_ids": [151643] * 400_000, "sampling_params": {}},
-    {"text": "<image>", "image_data": "iVBORw0KGgo" * 280_000},
-    {"text": "x" * 2_100_000},
-], ids=["2.8 MB of ids", "3 MB image", "2.1 MB text"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": [151643] * 400_000, "sampling_params": {}},
+        {"text": "<image>", "image_data": "iVBORw0KGgo" * 280_000},
+        {"text": "x" * 2_100_000},
+    ],
+    ids=["2.8 MB of ids", "3 MB image", "2.1 MB text"],
+)
 async def test_http_2_bodies_over_two_megabytes_arrive_whole_at_both_engines(lab: Lab, body: dict[str, object]) -> None:
     fleet, _, client = await lab.serve()
     raw = encode(body)

@@ -10,11 +10,27 @@ from scripted.calls import CHAT, ROUTES, without_owned
 from scripted.lab import Lab
 
 FUTURE: dict[str, Any] = {
-    "return_routed_experts": True, "return_meta_info": True, "input_ids": [1, 2], "future_field": {"a": [1, {"b": None}]},
-    "cache_salt": "s", "priority": 3, "null_field": None, "big": 123456789012345678901234567890, "small": 1e-320, "neg_zero": -0.0,
-    "nested": {"bootstrap_room": 5, "rid": "inner", "routed_dp_rank": 9, "stream": True, "n": 4}, "empty": {}, "list": [],
-    "lora_path": ["a", None], "return_hidden_states": "last", "return_indexer_topk": False, "custom_logit_processor": "\\u0000\"\\",
-    "": "empty key", "ключ": "значение", "a.b": 1, "extra_key": "x",
+    "return_routed_experts": True,
+    "return_meta_info": True,
+    "input_ids": [1, 2],
+    "future_field": {"a": [1, {"b": None}]},
+    "cache_salt": "s",
+    "priority": 3,
+    "null_field": None,
+    "big": 123456789012345678901234567890,
+    "small": 1e-320,
+    "neg_zero": -0.0,
+    "nested": {"bootstrap_room": 5, "rid": "inner", "routed_dp_rank": 9, "stream": True, "n": 4},
+    "empty": {},
+    "list": [],
+    "lora_path": ["a", None],
+    "return_hidden_states": "last",
+    "return_indexer_topk": False,
+    "custom_logit_processor": '\\u0000"\\',
+    "": "empty key",
+    "ключ": "значение",
+    "a.b": 1,
+    "extra_key": "x",
 }
 
 
@@ -40,8 +56,19 @@ async def test_jsn_1_only_owned_fields_are_added_and_the_text_is_untouched(lab: 
     for leg in (fleet.p.legs[0], fleet.d.legs[0]):
         for piece in (b'"text" :\t"a\\u0062\\/c"', b'{"temperature":1.0E+0,"max_new_tokens" : 3}', b'"x":1.50', b'"y":[ 1 ,2 ]'):
             assert piece in leg.raw, leg.raw
-        assert set(json.loads(leg.raw)) <= {"text", "sampling_params", "x", "y", "bootstrap_host", "bootstrap_port", "bootstrap_room", "rid",
-                                            "routed_dp_rank", "disagg_prefill_dp_rank", "stream"}
+        assert set(json.loads(leg.raw)) <= {
+            "text",
+            "sampling_params",
+            "x",
+            "y",
+            "bootstrap_host",
+            "bootstrap_port",
+            "bootstrap_room",
+            "rid",
+            "routed_dp_rank",
+            "disagg_prefill_dp_rank",
+            "stream",
+        }
 
 
 async def test_jsn_1_the_two_legs_differ_only_in_what_the_roles_need(lab: Lab) -> None:
@@ -56,9 +83,17 @@ async def test_jsn_1_the_two_legs_differ_only_in_what_the_roles_need(lab: Lab) -
 
 
 ODD_TEXTS = {
-    "lone high surrogate": b'cut \\ud83d here', "lone low surrogate": b"\\ude00", "surrogates in the wrong order": b"\\ude00\\ud83d",
-    "NUL": b"\\u0000", "line separator": b"\\u2028", "escaped quote and backslash": b'\\"\\\\\\"', "raw line separator": "\u2028".encode(),
-    "raw emoji": "\U0001f600".encode(), "upper-case escape": b"\\uD83D\\uDE00", "raw U+FEFF inside": "\ufeff".encode(), "DEL": b"\x7f",
+    "lone high surrogate": b"cut \\ud83d here",
+    "lone low surrogate": b"\\ude00",
+    "surrogates in the wrong order": b"\\ude00\\ud83d",
+    "NUL": b"\\u0000",
+    "line separator": b"\\u2028",
+    "escaped quote and backslash": b'\\"\\\\\\"',
+    "raw line separator": "\u2028".encode(),
+    "raw emoji": "\U0001f600".encode(),
+    "upper-case escape": b"\\uD83D\\uDE00",
+    "raw U+FEFF inside": "\ufeff".encode(),
+    "DEL": b"\x7f",
 }
 
 
@@ -75,11 +110,34 @@ async def test_jsn_2_odd_escapes_arrive_as_they_were_sent(lab: Lab, what: str, p
     fleet.check()
 
 
-@pytest.mark.parametrize("raw", [
-    b'{"text":"a\xffb"}', b'{"text":"\xc3("}', b'{"text":"\xed\xa0\x80"}', b'{"text":"a\nb"}', b'{"text":"\\x41"}', b'{"text":"\\u12g4"}',
-    b'{"text":"abc', b'{"text":"a",}', b"{'text':'a'}", b'{"text":01}', b'{"text":"a"} trailing', b'{"text":"a"}{"text":"b"}', b'{"a":NaNx}',
-    b'\xff\xfe{\x00}\x00', b"", b"   ", b"nonsense", b'{"text" "a"}', b'{"a":1 "b":2}', b'[1,2', b'{"a":tru}', b"\x00",
-], ids=repr)
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"text":"a\xffb"}',
+        b'{"text":"\xc3("}',
+        b'{"text":"\xed\xa0\x80"}',
+        b'{"text":"a\nb"}',
+        b'{"text":"\\x41"}',
+        b'{"text":"\\u12g4"}',
+        b'{"text":"abc',
+        b'{"text":"a",}',
+        b"{'text':'a'}",
+        b'{"text":01}',
+        b'{"text":"a"} trailing',
+        b'{"text":"a"}{"text":"b"}',
+        b'{"a":NaNx}',
+        b"\xff\xfe{\x00}\x00",
+        b"",
+        b"   ",
+        b"nonsense",
+        b'{"text" "a"}',
+        b'{"a":1 "b":2}',
+        b"[1,2",
+        b'{"a":tru}',
+        b"\x00",
+    ],
+    ids=repr,
+)
 async def test_jsn_2_what_is_not_json_is_refused_with_a_position_and_the_connection_goes_on(lab: Lab, raw: bytes) -> None:
     fleet, _, client = await lab.serve()
     connection = await client.connect()

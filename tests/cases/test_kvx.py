@@ -42,11 +42,15 @@ async def post_all(client: Client, bodies: Any) -> list[Response]:
 @pytest.mark.parametrize("limit", LIMITS)
 async def test_kvx_1_started_transfers_stay_within_what_each_decode_rank_holds(lab: Lab, limit: str) -> None:
     flags = ["--mamba-slots-per-request", "3"] if "several" in limit else []
-    fleet, _, client = await lab.serve(*flags, prefill={"dp_size": 4, "transfer_s": TRANSFER_S, "waiting_s": 3.0},
-                                       decode={"dp_size": DECODE_RANKS, "run_s": RUN_S, "waiting_s": 3.0, **LIMITS[limit]})
+    fleet, _, client = await lab.serve(
+        *flags,
+        prefill={"dp_size": 4, "transfer_s": TRANSFER_S, "waiting_s": 3.0},
+        decode={"dp_size": DECODE_RANKS, "run_s": RUN_S, "waiting_s": 3.0, **LIMITS[limit]},
+    )
     start = time.monotonic()
-    answers = await post_all(client, long_bodies(CALLS, prompt=PROMPT, shared=SHARED, return_logprob=True,
-                                                 sampling_params={"max_new_tokens": 2048}))
+    answers = await post_all(
+        client, long_bodies(CALLS, prompt=PROMPT, shared=SHARED, return_logprob=True, sampling_params={"max_new_tokens": 2048})
+    )
     took = time.monotonic() - start
     assert statuses(answers) == {200: CALLS}
     fleet.check()
@@ -75,8 +79,14 @@ async def test_kvx_1_with_four_megabytes_of_routing_in_every_reply(lab: Lab, ign
     shape = {"layers": 7, "topk": 2}
     fleet, _, client = await lab.serve(
         prefill={"dp_size": 4, "transfer_s": TRANSFER_S, "waiting_s": 20.0, "r3": R3Model(**shape)},
-        decode={"dp_size": DECODE_RANKS, "max_running": K, "run_s": RUN_S, "waiting_s": 20.0,
-                "r3": R3Model(**shape, ignores_start_len=ignores_start_len)})
+        decode={
+            "dp_size": DECODE_RANKS,
+            "max_running": K,
+            "run_s": RUN_S,
+            "waiting_s": 20.0,
+            "r3": R3Model(**shape, ignores_start_len=ignores_start_len),
+        },
+    )
     good = 0
 
     async def call(body: bytes) -> None:
@@ -90,8 +100,9 @@ async def test_kvx_1_with_four_megabytes_of_routing_in_every_reply(lab: Lab, ign
         assert memoryview(answer.body)[at : at + len(want) + 1] == want + b'"', f"wrong rows for room {room}"
         good += 1
 
-    bodies = long_bodies(CALLS, prompt=PROMPT, shared=SHARED, return_logprob=True, return_routed_experts=True,
-                         sampling_params={"max_new_tokens": 2048})
+    bodies = long_bodies(
+        CALLS, prompt=PROMPT, shared=SHARED, return_logprob=True, return_routed_experts=True, sampling_params={"max_new_tokens": 2048}
+    )
     await asyncio.gather(*(call(body) for body in bodies))
     assert good == CALLS
     fleet.check()
@@ -101,9 +112,14 @@ async def test_kvx_1_with_four_megabytes_of_routing_in_every_reply(lab: Lab, ign
 async def test_kvx_2_a_transfer_that_never_ends_is_given_up_and_its_slot_stays_off_the_budget(lab: Lab) -> None:
     rows, ranks, deadline = 4, 2, 2.0
     fleet, router, client = await lab.serve(
-        "--delivery-timeout-secs", str(deadline), "--poll-interval-ms", "20", "--disable-circuit-breaker",
+        "--delivery-timeout-secs",
+        str(deadline),
+        "--poll-interval-ms",
+        "20",
+        "--disable-circuit-breaker",
         prefill={"transfer_s": 0.05, "waiting_s": 60.0},
-        decode={"dp_size": ranks, "max_running": rows, "waiting_s": 60.0, "script": every(20, never(leaks=True))})
+        decode={"dp_size": ranks, "max_running": rows, "waiting_s": 60.0, "script": every(20, never(leaks=True))},
+    )
     seconds: dict[int, list[float]] = {}
 
     async def call() -> Response:
@@ -142,8 +158,15 @@ async def test_kvx_2_a_transfer_that_never_ends_is_given_up_and_its_slot_stays_o
 
 
 async def test_kvx_2_other_ranks_go_on_while_one_is_full_of_stuck_transfers(lab: Lab) -> None:
-    fleet, _, client = await lab.serve("--delivery-timeout-secs", "1.5", "--poll-interval-ms", "20", "--disable-circuit-breaker",
-                                       prefill={"waiting_s": 60.0}, decode={"dp_size": 2, "max_running": 2, "waiting_s": 60.0})
+    fleet, _, client = await lab.serve(
+        "--delivery-timeout-secs",
+        "1.5",
+        "--poll-interval-ms",
+        "20",
+        "--disable-circuit-breaker",
+        prefill={"waiting_s": 60.0},
+        decode={"dp_size": 2, "max_running": 2, "waiting_s": 60.0},
+    )
     stuck = never(leaks=True)
     fleet.d.script = lambda leg: stuck if leg.rank == 0 else None
     answers = await crowd([lambda: client.generate(input_ids=[1, 2, 3])] * 40, 10)

@@ -120,8 +120,10 @@ async def test_leg_1_failing_prefill_does_not_charge_decode(lab: Lab) -> None:
 
 async def test_leg_1_rids_are_the_routers_and_no_rid_is_a_prefix_of_another(lab: Lab) -> None:
     fleet, _, client = await lab.serve(prefill={"transfer_s": 0.05}, decode={"dp_size": 4})
-    answers = await asyncio.gather(*(client.generate(input_ids=[1, 2], rid=rid) for rid in ["r", "r1", "r10", "r1", "", "r1" * 50] * 10),
-                                   *(client.generate(input_ids=[1, 2]) for _ in range(20)))
+    answers = await asyncio.gather(
+        *(client.generate(input_ids=[1, 2], rid=rid) for rid in ["r", "r1", "r10", "r1", "", "r1" * 50] * 10),
+        *(client.generate(input_ids=[1, 2]) for _ in range(20)),
+    )
     assert statuses(answers) == {200: 80}
     # The fakes fail when a rid repeats, or is a prefix of another that is live.
     fleet.check()

@@ -41,8 +41,12 @@ WISHES: list[dict[str, Any]] = [
     {"logprob_start_len": 2},
     {},
 ]
-PROMPTS: dict[str, Any] = {"single": [11, 12, 13, 14], "batch of 1": [[11, 12, 13, 14]], "batch of 2": [[11, 12, 13, 14], [21, 22]],
-                           "batch of 5": [[i] * 3 for i in range(1, 6)]}
+PROMPTS: dict[str, Any] = {
+    "single": [11, 12, 13, 14],
+    "batch of 1": [[11, 12, 13, 14]],
+    "batch of 2": [[11, 12, 13, 14], [21, 22]],
+    "batch of 5": [[i] * 3 for i in range(1, 6)],
+}
 
 
 @pytest.mark.parametrize("prompts", PROMPTS)
@@ -77,8 +81,13 @@ async def test_lpm_1_key_order_and_spelling_of_the_rest_are_untouched(lab: Lab) 
 
 async def test_lpm_1_a_list_of_per_prompt_options_is_split_with_the_prompts(lab: Lab) -> None:
     fleet, _, client = await lab.serve(decode={"dp_size": 2})
-    got = await client.generate(input_ids=[[1, 2, 3], [4, 5]], sampling_params=[{"max_new_tokens": 1}, {"max_new_tokens": 2}],
-                                return_logprob=[True, False], logprob_start_len=[0, -1], top_logprobs_num=[1, 0])
+    got = await client.generate(
+        input_ids=[[1, 2, 3], [4, 5]],
+        sampling_params=[{"max_new_tokens": 1}, {"max_new_tokens": 2}],
+        return_logprob=[True, False],
+        logprob_start_len=[0, -1],
+        top_logprobs_num=[1, 0],
+    )
     assert got.status == 200
     one, two = got.json()
     assert len(one["meta_info"]["input_token_logprobs"]) == 3
@@ -89,7 +98,9 @@ async def test_lpm_1_a_list_of_per_prompt_options_is_split_with_the_prompts(lab:
 
 async def test_lpm_1_streams_carry_prefills_lists_too(lab: Lab) -> None:
     fleet, _, client = await lab.serve(decode={"tokens": 3})
-    got = await client.generate(input_ids=[1, 2, 3, 4], return_logprob=True, logprob_start_len=0, stream=True, sampling_params={"max_new_tokens": 3})
+    got = await client.generate(
+        input_ids=[1, 2, 3, 4], return_logprob=True, logprob_start_len=0, stream=True, sampling_params={"max_new_tokens": 3}
+    )
     *parts, end = events(got.body)
     assert end == "[DONE]"
     want = json.loads(fleet.p.legs[0].sent)["meta_info"]["input_token_logprobs"]

@@ -24,8 +24,11 @@ PLACES: dict[str, tuple[str, dict[str, Any], Place]] = {
     "chat sglext": ("/v1/chat/completions", CHAT, lambda r: r["sglext"]["routed_experts"]),
     "chat choice": ("/v1/chat/completions", {**CHAT, "return_meta_info": True}, lambda r: r["choices"][0]["meta_info"]["routed_experts"]),
     "completions sglext": ("/v1/completions", COMPLETION, lambda r: r["sglext"]["routed_experts"]),
-    "completions choice": ("/v1/completions", {**COMPLETION, "return_meta_info": True},
-                           lambda r: r["choices"][0]["meta_info"]["routed_experts"]),
+    "completions choice": (
+        "/v1/completions",
+        {**COMPLETION, "return_meta_info": True},
+        lambda r: r["choices"][0]["meta_info"]["routed_experts"],
+    ),
 }
 
 
@@ -71,15 +74,26 @@ async def test_r3_1_in_every_place_the_rows_are_those_of_one_engine(lab: Lab, pl
     fleet.check()
 
 
-@pytest.mark.parametrize("model", [
-    R3Model(layers=1, topk=1), R3Model(layers=1, topk=3), R3Model(layers=3, topk=8, experts=128), R3Model(layers=5, topk=7, experts=384),
-    R3Model(layers=2, topk=2, experts=70_000), R3Model(layers=2, topk=2, experts=2**31 - 1), R3Model(layers=4, topk=8, experts=257),
-], ids=lambda m: f"{m.layers}x{m.topk}x{m.experts}")
+@pytest.mark.parametrize(
+    "model",
+    [
+        R3Model(layers=1, topk=1),
+        R3Model(layers=1, topk=3),
+        R3Model(layers=3, topk=8, experts=128),
+        R3Model(layers=5, topk=7, experts=384),
+        R3Model(layers=2, topk=2, experts=70_000),
+        R3Model(layers=2, topk=2, experts=2**31 - 1),
+        R3Model(layers=4, topk=8, experts=257),
+    ],
+    ids=lambda m: f"{m.layers}x{m.topk}x{m.experts}",
+)
 @pytest.mark.parametrize("ignores", [False, True])
 async def test_r3_1_for_every_row_size_and_id_range(lab: Lab, model: R3Model, ignores: bool) -> None:
     import dataclasses
 
-    fleet, _, client = await lab.serve(prefill={"r3": model}, decode={"tokens": 50, "r3": dataclasses.replace(model, ignores_start_len=ignores)})
+    fleet, _, client = await lab.serve(
+        prefill={"r3": model}, decode={"tokens": 50, "r3": dataclasses.replace(model, ignores_start_len=ignores)}
+    )
     # Row counts for each remainder of the raw length by 3, so that the seam falls on every position inside a quantum.
     for prompt in (1, 2, 3, 4, 5, 64, 1001):
         for tokens in (1, 2, 3, 4, 33):
@@ -112,10 +126,17 @@ async def test_r3_1_a_prompt_that_the_engine_counts_longer_than_its_ids(lab: Lab
     assert len(merged_rows(prefill, decode)) == 40 + 3 - 1
 
 
-@pytest.mark.parametrize("body", [
-    {"input_ids": [[1, 2], [3, 4, 5], [6]]}, {"input_ids": [[1, 2]]}, {"text": ["a" * 9, "b" * 30]},
-    {"text": "abc" * 9, "n": 3}, {"input_ids": [[1, 2], [3, 4, 5]], "n": 2},
-], ids=str)
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_ids": [[1, 2], [3, 4, 5], [6]]},
+        {"input_ids": [[1, 2]]},
+        {"text": ["a" * 9, "b" * 30]},
+        {"text": "abc" * 9, "n": 3},
+        {"input_ids": [[1, 2], [3, 4, 5]], "n": 2},
+    ],
+    ids=str,
+)
 async def test_r3_1_list_replies_are_merged_element_by_element(lab: Lab, body: dict[str, Any]) -> None:
     fleet, _, client = await lab.serve(prefill={"dp_size": 2}, decode={"dp_size": 4})
     body = dict(body)
@@ -191,8 +212,9 @@ async def test_r3_1_a_retraction_on_decode_means_rows_that_cannot_be_trusted(lab
 @pytest.mark.parametrize("decode_rows", ["absent", "null", "partial of 2"])
 @pytest.mark.parametrize("logprobs", [False, True])
 async def test_r3_2_an_aborted_request_is_answered_as_an_abort(lab: Lab, prefill_rows: str, decode_rows: str, logprobs: bool) -> None:
-    fleet, _, client = await lab.serve("--disable-retries", "--disable-circuit-breaker",
-                                       prefill={"r3": R3Model(missing=prefill_rows == "none")})
+    fleet, _, client = await lab.serve(
+        "--disable-retries", "--disable-circuit-breaker", prefill={"r3": R3Model(missing=prefill_rows == "none")}
+    )
     finish = {"type": "abort", "message": "Abort in waiting queue"}
     tokens = 2 if decode_rows == "partial of 2" else 0
 
@@ -201,6 +223,8 @@ async def test_r3_2_an_aborted_request_is_answered_as_an_abort(lab: Lab, prefill
         output = Output(tokens, finish, "partial" if tokens else "")
         if tokens:
             output.routed_experts = fleet.d.r3.text(fleet.d.r3_rows(leg, tokens, fleet.d.r3))
+        else:
+            leg.r3_output = None
         body = json.loads(reply_bytes(leg, output))
         if decode_rows == "null":
             body["meta_info"]["routed_experts"] = None
@@ -255,8 +279,10 @@ async def test_r3_2_abort_all_on_the_engines_ends_running_calls_as_aborts(lab: L
 
 
 STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "generate": ("/generate", {"input_ids": [1, 2, 3, 4, 5]}), "generate text": ("/generate", {"text": "x" * 33}),
-    "chat": ("/v1/chat/completions", CHAT), "completions": ("/v1/completions", COMPLETION),
+    "generate": ("/generate", {"input_ids": [1, 2, 3, 4, 5]}),
+    "generate text": ("/generate", {"text": "x" * 33}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "completions": ("/v1/completions", COMPLETION),
 }
 
 

@@ -40,17 +40,25 @@ async def test_rm_1_rooms_of_clients_are_never_used(lab: Lab, path: str) -> None
             assert (leg.body["bootstrap_host"], leg.body["bootstrap_port"]) == prefill.engine.bootstrap_address
 
 
-@pytest.mark.parametrize(("side", "act"), [
-    ("decode", refusal(503, "overloaded", after=0.05)),
-    ("decode", answer(500, {"detail": "Decode handshake failed"}, after=0.05)),
-    ("decode", rst(after=0.05)),
-    ("prefill", refusal(503, "overloaded", after=0.05)),
-    ("prefill", answer(500, {"detail": "Prefill bootstrap failed"}, after=0.05)),
-    ("prefill", rst(after=0.05)),
-], ids=["decode-503", "decode-500", "decode-rst", "prefill-503", "prefill-500", "prefill-rst"])
+@pytest.mark.parametrize(
+    ("side", "act"),
+    [
+        ("decode", refusal(503, "overloaded", after=0.05)),
+        ("decode", answer(500, {"detail": "Decode handshake failed"}, after=0.05)),
+        ("decode", rst(after=0.05)),
+        ("prefill", refusal(503, "overloaded", after=0.05)),
+        ("prefill", answer(500, {"detail": "Prefill bootstrap failed"}, after=0.05)),
+        ("prefill", rst(after=0.05)),
+    ],
+    ids=["decode-503", "decode-500", "decode-rst", "prefill-503", "prefill-500", "prefill-rst"],
+)
 async def test_rm_2_a_retry_is_a_whole_new_attempt(lab: Lab, side: str, act: Act) -> None:
-    fleet, router, client = await lab.serve(prefills=2 if side == "prefill" else 1, decodes=2 if side == "decode" else 1,
-                                            prefill={"waiting_s": 20.0}, decode={"waiting_s": 20.0})
+    fleet, router, client = await lab.serve(
+        prefills=2 if side == "prefill" else 1,
+        decodes=2 if side == "decode" else 1,
+        prefill={"waiting_s": 20.0},
+        decode={"waiting_s": 20.0},
+    )
     script = first(1, act)
     for engine in fleet.engines:
         if engine.role == side:
@@ -97,13 +105,19 @@ async def test_rm_2_a_refused_connect_goes_elsewhere(lab: Lab) -> None:
 def same_but_owned(leg: Leg, body: dict[str, Any]) -> dict[str, Any]:
     """The leg's body without the fields that splitting changes."""
     return {k: v for k, v in without_owned(leg.body).items() if k not in ("n", "sampling_params")} | {
-        "sampling_params": {k: v for k, v in (leg.body.get("sampling_params") or {}).items() if k != "n"}}
+        "sampling_params": {k: v for k, v in (leg.body.get("sampling_params") or {}).items() if k != "n"}
+    }
 
 
 async def test_rm_3_samples_of_one_generate_call_are_calls_of_their_own(lab: Lab) -> None:
     fleet, router, client = await lab.serve(prefill={"dp_size": 2}, decode={"dp_size": 4})
-    answer_ = await client.generate(text="x" * 40, sampling_params={"n": 4, "temperature": 1, "max_new_tokens": 3},
-                                    return_logprob=True, logprob_start_len=0, return_routed_experts=True)
+    answer_ = await client.generate(
+        text="x" * 40,
+        sampling_params={"n": 4, "temperature": 1, "max_new_tokens": 3},
+        return_logprob=True,
+        logprob_start_len=0,
+        return_routed_experts=True,
+    )
     assert answer_.status == 200
     replies = answer_.json()
     assert isinstance(replies, list)
@@ -127,8 +141,9 @@ async def test_rm_3_choices_are_joined_in_order_and_usage_is_summed(lab: Lab, pa
     fleet, _, client = await lab.serve(prefill={"dp_size": 2}, decode={"dp_size": 4, "tokens": 3})
     # Later samples are faster, so that order cannot come from arrival.
     fleet.d.run_s = 0.05
-    answer_ = await client.post(path, {**ROUTES[path], "n": 4, "temperature": 1, "logprobs": True, "return_routed_experts": True,
-                                       "return_meta_info": True})
+    answer_ = await client.post(
+        path, {**ROUTES[path], "n": 4, "temperature": 1, "logprobs": True, "return_routed_experts": True, "return_meta_info": True}
+    )
     assert answer_.status == 200
     reply = answer_.json()
     fleet.check()
@@ -149,7 +164,9 @@ async def test_rm_3_choices_are_joined_in_order_and_usage_is_summed(lab: Lab, pa
 async def test_rm_3_a_stream_of_several_samples_has_the_right_index_and_one_end(lab: Lab, path: str) -> None:
     fleet, _, client = await lab.serve(decode={"dp_size": 4})
     body = {**ROUTES[path], "stream": True}
-    body |= {"sampling_params": {"n": 3, "max_new_tokens": 3}} if path == "/generate" else {"n": 3, "stream_options": {"include_usage": True}}
+    body |= (
+        {"sampling_params": {"n": 3, "max_new_tokens": 3}} if path == "/generate" else {"n": 3, "stream_options": {"include_usage": True}}
+    )
     answer_ = await client.post(path, body)
     assert answer_.status == 200
     assert (answer_.header("content-type") or "").startswith("text/event-stream")

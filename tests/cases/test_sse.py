@@ -12,12 +12,14 @@ from scripted.calls import CHAT, ROUTES, crowd
 from scripted.client import encode, events
 from scripted.lab import Lab
 
-TRICKY = (b'data: {"text":"write data: [DONE] at the end","meta_info":{"finish_reason":null}}\n\n'
-          b'data: {"text":"data: [DONE]\\n\\ndata: [DONE]","meta_info":{"finish_reason":null}}\n\n'
-          b': a comment line\n\n'
-          b'event: named\nid: 7\ndata: {"text":"\xc3\xa9\\ud83d","meta_info":{"finish_reason":null}}\n\n'
-          b'data: {"text":"last","meta_info":{"finish_reason":{"type":"stop"},"prompt_tokens":2,"completion_tokens":3}}\n\n'
-          b"data: [DONE]\n\n")
+TRICKY = (
+    b'data: {"text":"write data: [DONE] at the end","meta_info":{"finish_reason":null}}\n\n'
+    b'data: {"text":"data: [DONE]\\n\\ndata: [DONE]","meta_info":{"finish_reason":null}}\n\n'
+    b": a comment line\n\n"
+    b'event: named\nid: 7\ndata: {"text":"\xc3\xa9\\ud83d","meta_info":{"finish_reason":null}}\n\n'
+    b'data: {"text":"last","meta_info":{"finish_reason":{"type":"stop"},"prompt_tokens":2,"completion_tokens":3}}\n\n'
+    b"data: [DONE]\n\n"
+)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
@@ -43,12 +45,15 @@ async def test_sse_1_cut_at_every_byte_the_clients_bytes_are_the_engines(lab: La
     fleet.check()
 
 
-@pytest.mark.parametrize("tail", [
-    b"",  # The engine ends without the marker.
-    b"data: [DONE]\n",
-    b"data: [DONE]\r\n\r\n",
-    b"data: [DONE]\n\ndata: {\"after\":\"the marker\"}\n\n",
-])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"",  # The engine ends without the marker.
+        b"data: [DONE]\n",
+        b"data: [DONE]\r\n\r\n",
+        b'data: [DONE]\n\ndata: {"after":"the marker"}\n\n',
+    ],
+)
 async def test_sse_1_the_stream_ends_when_the_engine_ends_it(lab: Lab, tail: bytes) -> None:
     body = b'data: {"text":"a","meta_info":{"finish_reason":null}}\n\n' + tail
     fleet, _, client = await lab.serve()
@@ -119,8 +124,10 @@ async def test_sse_2_broken_in_mid_stream_is_one_valid_error_event_and_the_end(l
 
 async def test_sse_2_an_engines_error_event_passes_as_it_is(lab: Lab) -> None:
     fleet, _, client = await lab.serve()
-    body = (b'data: {"text":"","meta_info":{"finish_reason":{"type":"abort","message":"Decode transfer failed for request rank=0",'
-            b'"status_code":500}}}\n\ndata: [DONE]\n\n')
+    body = (
+        b'data: {"text":"","meta_info":{"finish_reason":{"type":"abort","message":"Decode transfer failed for request rank=0",'
+        b'"status_code":500}}}\n\ndata: [DONE]\n\n'
+    )
     fleet.d.script = lambda leg: chunks([body])
     got = await client.generate(text="x", stream=True)
     assert got.status in (200, 500)
@@ -141,9 +148,21 @@ async def test_sse_2_a_plain_reply_that_breaks_is_an_error_not_half_a_body(lab: 
 
 async def test_sse_2_stale_headers_of_the_engine_do_not_reach_the_client(lab: Lab) -> None:
     fleet, _, client = await lab.serve()
-    reply = {"text": "x", "output_ids": [1], "meta_info": {"id": "a", "finish_reason": {"type": "stop"}, "prompt_tokens": 5,
-                                                          "completion_tokens": 1, "input_token_logprobs": [], "output_token_logprobs": []}}
-    fleet.d.script = lambda leg: answer(200, reply, joins=True, headers=[("x-kept", "yes"), ("keep-alive", "timeout=5"), ("connection", "keep-alive")])
+    reply = {
+        "text": "x",
+        "output_ids": [1],
+        "meta_info": {
+            "id": "a",
+            "finish_reason": {"type": "stop"},
+            "prompt_tokens": 5,
+            "completion_tokens": 1,
+            "input_token_logprobs": [],
+            "output_token_logprobs": [],
+        },
+    }
+    fleet.d.script = lambda leg: answer(
+        200, reply, joins=True, headers=[("x-kept", "yes"), ("keep-alive", "timeout=5"), ("connection", "keep-alive")]
+    )
     got = await client.generate(input_ids=[1, 2, 3, 4, 5], return_logprob=True, logprob_start_len=0)
     assert got.status == 200
     assert got.header("x-kept") == "yes", "end-to-end headers are kept"

@@ -25,8 +25,15 @@ class Act:
 Script = Callable[["Leg"], Act | None]
 
 
-def answer(status: int, body: Any, *, after: float = 0.0, headers: Sequence[tuple[str, str]] = (), joins: bool = False,
-           content_type: str = "application/json") -> Act:
+def answer(
+    status: int,
+    body: Any,
+    *,
+    after: float = 0.0,
+    headers: Sequence[tuple[str, str]] = (),
+    joins: bool = False,
+    content_type: str = "application/json",
+) -> Act:
     """A whole answer."""
     data = body if isinstance(body, bytes) else orjson.dumps(body)
 
@@ -41,8 +48,11 @@ def answer(status: int, body: Any, *, after: float = 0.0, headers: Sequence[tupl
 
 def refusal(status: int, message: str, *, after: float = 0.0) -> Act:
     """An engine's error in its own words, in the shape that SGLang uses."""
-    return answer(status, {"object": "error", "message": message, "type": "BadRequestError", "code": status,
-                           "error": {"message": message}}, after=after)
+    return answer(
+        status,
+        {"object": "error", "message": message, "type": "BadRequestError", "code": status, "error": {"message": message}},
+        after=after,
+    )
 
 
 def never(*, leaks: bool = False, joins: bool = False) -> Act:
@@ -91,8 +101,14 @@ def cut_short(body: bytes, missing: int, *, joins: bool = True) -> Act:
     return Act(run, joins)
 
 
-def chunks(parts: Iterable[bytes], *, gap: float = 0.0, then: str = "end", headers: Sequence[tuple[str, str]] = (),
-           content_type: str = "text/event-stream") -> Act:
+def chunks(
+    parts: Iterable[bytes],
+    *,
+    gap: float = 0.0,
+    then: str = "end",
+    headers: Sequence[tuple[str, str]] = (),
+    content_type: str = "text/event-stream",
+) -> Act:
     """A chunked answer with exactly these chunks once the KV is here; `then` is "end", "rst" or "hang"."""
     parts = list(parts)
 

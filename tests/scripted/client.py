@@ -130,8 +130,9 @@ class Connection:
         self.writer.transport.abort()
 
 
-def request_bytes(method: str, path: str, body: bytes = b"", headers: list[tuple[str, str]] | None = None, *,
-                  chunk_size: int | None = None) -> bytes:
+def request_bytes(
+    method: str, path: str, body: bytes = b"", headers: list[tuple[str, str]] | None = None, *, chunk_size: int | None = None
+) -> bytes:
     """A request on the wire; chunked when `chunk_size` is given."""
     lines = [f"{method} {path} HTTP/1.1", "host: router.test"]
     given = {k.lower() for k, _ in headers or []}
@@ -167,11 +168,13 @@ class Client:
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return Connection(reader, writer)
 
-    async def request(self, method: str, path: str, body: Any = b"", headers: list[tuple[str, str]] | None = None, *,
-                      chunk_size: int | None = None) -> Response:
+    async def request(
+        self, method: str, path: str, body: Any = b"", headers: list[tuple[str, str]] | None = None, *, chunk_size: int | None = None
+    ) -> Response:
         """One exchange on a pooled connection."""
-        return await asyncio.wait_for(self._request(request_bytes(method, path, encode(body), headers, chunk_size=chunk_size)),
-                                      self.timeout_s)
+        return await asyncio.wait_for(
+            self._request(request_bytes(method, path, encode(body), headers, chunk_size=chunk_size)), self.timeout_s
+        )
 
     async def _request(self, raw: bytes) -> Response:
         connection = self._idle.pop() if self._idle else await self.connect()

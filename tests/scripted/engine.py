@@ -74,7 +74,9 @@ class Leg:
         ids = self.body.get("input_ids")
         if isinstance(ids, list):
             return zlib.crc32(str(ids if len(ids) < 1000 else (ids[:32], ids[-1] & 3)).encode())
-        return zlib.crc32(str(self.body.get("text") or self.body.get("messages") or self.body.get("prompt"))[:4096].encode("utf-8", "replace"))
+        return zlib.crc32(
+            str(self.body.get("text") or self.body.get("messages") or self.body.get("prompt"))[:4096].encode("utf-8", "replace")
+        )
 
     def token_at(self, index: int) -> int:
         """Id of a prompt token."""
@@ -422,8 +424,10 @@ class Engine:
         try:
             await asyncio.wait_for(asyncio.shield(future), self.waiting_s)
         except asyncio.TimeoutError:
-            raise Timeout(f"{self.role} leg {leg.rid!r} room {leg.room} on rank {leg.rank}: timed out after "
-                          f"{self.waiting_s}s in KVPoll.WaitingForInput") from None
+            raise Timeout(
+                f"{self.role} leg {leg.rid!r} room {leg.room} on rank {leg.rank}: timed out after "
+                f"{self.waiting_s}s in KVPoll.WaitingForInput"
+            ) from None
 
     async def _work(self, leg: Leg, exchange: Exchange) -> None:
         """What a healthy engine does."""
@@ -473,14 +477,16 @@ class Engine:
         if tokens is None:
             limit = (leg.body.get("sampling_params") or {}).get("max_new_tokens") or leg.body.get("max_tokens") or self.tokens
             tokens = 1 if self.role == "prefill" else min(self.tokens, int(limit))
-        finish = finish or {"type": "length", "length": tokens}
+        finish = finish or {"type": "length", "length": 0 if self.role == "prefill" else tokens}
         text = f"{self.name}@{leg.rank} room {leg.room}"
         output = replies.Output(tokens, finish, text, cached_tokens=0)
         if leg.body.get("return_routed_experts") is True and not self.r3.missing:
-            output.routed_experts = self.r3.text(self.r3_rows(leg, tokens, self.r3))
+            rows = self.r3_rows(leg, tokens, self.r3)
+            # A decode reply of one token carries no field at all (seen on real engines).
+            output.routed_experts = None if self.role == "decode" and tokens <= 1 else self.r3.text(rows)
         if leg.body.get("return_indexer_topk") is True and self.indexer is not None:
             rows = self.r3_rows(leg, tokens, self.indexer, start_len=0, record=False)
-            output.indexer_topk = self.indexer.text(rows)
+            output.indexer_topk = None if self.role == "decode" and tokens <= 1 else self.indexer.text(rows)
         return output
 
     def r3_rows(self, leg: Leg, tokens: int, model: R3Model, *, start_len: int | None = None, record: bool = True) -> Rows:
@@ -578,44 +584,83 @@ class Engine:
 
     def loads(self) -> dict[str, Any]:
         """`/v1/loads`."""
-        entries = [load_entry(i, rank, role=self.role, kv_pool=self.kv_pool, max_running=self.max_running)
-                   for i, rank in enumerate(self.ranks)]
+        entries = [
+            load_entry(i, rank, role=self.role, kv_pool=self.kv_pool, max_running=self.max_running) for i, rank in enumerate(self.ranks)
+        ]
         if self.edit_loads:
             entries = self.edit_loads(entries)
-        return {"timestamp": "2026-09-30T12:00:00+00:00", "version": "0.5.23", "accelerator": "fake", "num_accelerators": 1,
-                "loads": entries}
+        return {
+            "timestamp": "2026-09-30T12:00:00+00:00",
+            "version": "0.5.23",
+            "accelerator": "fake",
+            "num_accelerators": 1,
+            "loads": entries,
+        }
 
     def server_info(self) -> dict[str, Any]:
         """`/server_info`."""
-        state: dict[str, Any] = {"effective_max_running_requests_per_dp": self.max_running,
-                                 "memory_usage": {"token_capacity": self.kv_pool}, "disaggregation_mode": self.role}
+        state: dict[str, Any] = {
+            "effective_max_running_requests_per_dp": self.max_running,
+            "memory_usage": {"token_capacity": self.kv_pool},
+            "disaggregation_mode": self.role,
+        }
         if self.mamba_slots is not None:
             state["max_mamba_cache_size"] = self.mamba_slots
         info: dict[str, Any] = {
-            "model_path": "m", "served_model_name": "m", "tp_size": self.dp_size, "dp_size": self.dp_size, "attn_dp_size": 1,
-            "enable_dp_attention": self.dp_size > 1, "disaggregation_mode": self.role if self.role != "regular" else "null",
+            "model_path": "m",
+            "served_model_name": "m",
+            "tp_size": self.dp_size,
+            "dp_size": self.dp_size,
+            "attn_dp_size": 1,
+            "enable_dp_attention": self.dp_size > 1,
+            "disaggregation_mode": self.role if self.role != "regular" else "null",
             "load_balance_method": "follow_bootstrap_room" if self.role == "prefill" else "round_robin",
-            "disaggregation_bootstrap_port": self.bootstrap.port or None, "disaggregation_transfer_backend": "nixl",
-            "max_running_requests": self.max_running * self.dp_size, "max_mamba_cache_size": None, "page_size": self.page_size,
-            "num_reserved_decode_tokens": 512, "disaggregation_decode_extra_slots": 0, "chunked_prefill_size": 1_000_000,
-            "enable_return_routed_experts": not self.r3.missing, "max_total_num_tokens": self.kv_pool,
-            "max_req_input_len": 1_000_000_000, "internal_states": [state] * self.dp_size, "version": "0.5.23", "frontend": "python",
+            "disaggregation_bootstrap_port": self.bootstrap.port or None,
+            "disaggregation_transfer_backend": "nixl",
+            "max_running_requests": self.max_running * self.dp_size,
+            "max_mamba_cache_size": None,
+            "page_size": self.page_size,
+            "num_reserved_decode_tokens": 512,
+            "disaggregation_decode_extra_slots": 0,
+            "chunked_prefill_size": 1_000_000,
+            "enable_return_routed_experts": not self.r3.missing,
+            "max_total_num_tokens": self.kv_pool,
+            "max_req_input_len": 1_000_000_000,
+            "internal_states": [state] * self.dp_size,
+            "version": "0.5.23",
+            "frontend": "python",
         }
         return self.edit_info(info) if self.edit_info else info
 
     def model_info(self) -> dict[str, Any]:
         """`/model_info`."""
-        return {"model_path": "m", "served_model_name": "m", "tokenizer_path": "m", "is_generation": True, "weight_version": "default",
-                "disaggregation_mode": self.role if self.role != "regular" else "null", "model_type": "fake", "answered_by": self.name}
+        return {
+            "model_path": "m",
+            "served_model_name": "m",
+            "tokenizer_path": "m",
+            "is_generation": True,
+            "weight_version": "default",
+            "disaggregation_mode": self.role if self.role != "regular" else "null",
+            "model_type": "fake",
+            "answered_by": self.name,
+        }
 
     async def _bootstrap(self, request: Request, exchange: Exchange) -> None:
         if request.path == "/health":
             return await exchange.reply(200, b"OK", content_type="text/plain")
         query = parse_qs(request.query)
         if request.path == "/route" and query.get("prefill_dp_rank", ["-1"]) == ["-1"]:
-            topology = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": self.dp_size, "pp_size": 1, "page_size": self.page_size,
-                        "kv_cache_dtype": "bfloat16", "follow_bootstrap_room": True, "decode_allocation_policy": "early",
-                        "prefill_http_port": self.server.port}
+            topology = {
+                "attn_tp_size": 1,
+                "attn_cp_size": 1,
+                "dp_size": self.dp_size,
+                "pp_size": 1,
+                "page_size": self.page_size,
+                "kv_cache_dtype": "bfloat16",
+                "follow_bootstrap_room": True,
+                "decode_allocation_policy": "early",
+                "prefill_http_port": self.server.port,
+            }
             return await exchange.reply(200, orjson.dumps(topology))
         return await exchange.reply(404, b"")
 

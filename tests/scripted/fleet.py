@@ -19,10 +19,16 @@ class Fleet:
         self.rooms = Rooms(self.violations)
 
     @classmethod
-    def pd(cls, *, prefills: int = 1, decodes: int = 1, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> Fleet:
+    def pd(
+        cls, *, prefills: int = 1, decodes: int = 1, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None
+    ) -> Fleet:
         """`prefills` prefill engines and `decodes` decode engines, named P0…, D0…."""
-        return cls([*(Engine("prefill", f"P{i}", **(prefill or {})) for i in range(prefills)),
-                    *(Engine("decode", f"D{i}", **(decode or {})) for i in range(decodes))])
+        return cls(
+            [
+                *(Engine("prefill", f"P{i}", **(prefill or {})) for i in range(prefills)),
+                *(Engine("decode", f"D{i}", **(decode or {})) for i in range(decodes)),
+            ]
+        )
 
     @property
     def prefills(self) -> list[Engine]:

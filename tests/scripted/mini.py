@@ -49,8 +49,13 @@ class MiniRouter:
         if room is None:
             room = secrets.randbelow(2**60) * prefill.dp_size + p_rank + prefill.dp_size
         room += faults.room_shift
-        shared = {**body, "bootstrap_host": "127.0.0.1", "bootstrap_port": faults.bootstrap_port or prefill.bootstrap.port,
-                  "bootstrap_room": room, "rid": faults.rid or secrets.token_hex(16)}
+        shared = {
+            **body,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": faults.bootstrap_port or prefill.bootstrap.port,
+            "bootstrap_room": room,
+            "rid": faults.rid or secrets.token_hex(16),
+        }
         p_body, d_body = dict(shared), dict(shared)
         if faults.ranks:
             p_body["routed_dp_rank"] = p_rank if faults.routed is None else faults.routed

@@ -47,17 +47,26 @@ def logprob_fields(leg: Leg, tokens: int) -> dict[str, Any]:
         fields["output_top_logprobs"] = [[row] * top for row in outputs]
     if wanted:
         fields["input_token_ids_logprobs"] = [[[row[0], w, None] for w in wanted] for row in inputs]
-        fields["output_token_ids_logprobs"] = [[] if i == 0 else [[row[0], w, None] for w in wanted] for i, row in enumerate(outputs)]
+        decode = leg.engine.role == "decode"
+        fields["output_token_ids_logprobs"] = [
+            None if i == 0 and decode else [[row[0], w, None] for w in wanted] for i, row in enumerate(outputs)
+        ]
     return fields
 
 
 def meta_info(leg: Leg, output: Output, *, done: bool = True) -> dict[str, Any]:
     """`meta_info` of one reply or of one chunk of a stream."""
     meta: dict[str, Any] = {
-        "id": leg.rid, "finish_reason": output.finish if done else None, "prompt_tokens": leg.prompt_tokens,
-        "weight_version": "default", "total_retractions": leg.engine.retractions, "num_retractions": leg.engine.retractions,
+        "id": leg.rid,
+        "finish_reason": output.finish if done else None,
+        "prompt_tokens": leg.prompt_tokens,
+        "weight_version": "default",
+        "num_retractions": leg.engine.retractions,
+        "queue_time": 0.0003,
         **logprob_fields(leg, output.tokens),
-        "completion_tokens": output.tokens, "cached_tokens": output.cached_tokens, "cached_tokens_details": None,
+        "completion_tokens": output.tokens,
+        "cached_tokens": output.cached_tokens,
+        "cached_tokens_details": None,
     }
     if done and output.routed_experts is not None:
         meta["routed_experts"] = output.routed_experts
@@ -72,13 +81,22 @@ def meta_info(leg: Leg, output: Output, *, done: bool = True) -> dict[str, Any]:
 def generate_object(leg: Leg, output: Output, *, done: bool = True) -> dict[str, Any]:
     """What `/generate` answers."""
     mark = PREFILL_MARK if leg.engine.role != "decode" else DECODE_MARK
-    return {"text": output.text, "output_ids": [mark + 500 + i for i in range(output.tokens)], "meta_info": meta_info(leg, output, done=done)}
+    return {
+        "text": output.text,
+        "output_ids": [mark + 500 + i for i in range(output.tokens)],
+        "meta_info": meta_info(leg, output, done=done),
+    }
 
 
 def usage(leg: Leg, output: Output) -> dict[str, Any]:
     """OpenAI usage."""
-    return {"prompt_tokens": leg.prompt_tokens, "total_tokens": leg.prompt_tokens + output.tokens,
-            "completion_tokens": output.tokens, "prompt_tokens_details": None, "reasoning_tokens": 0}
+    return {
+        "prompt_tokens": leg.prompt_tokens,
+        "total_tokens": leg.prompt_tokens + output.tokens,
+        "completion_tokens": output.tokens,
+        "prompt_tokens_details": None,
+        "reasoning_tokens": 0,
+    }
 
 
 def chat_object(leg: Leg, output: Output) -> dict[str, Any]:
@@ -93,15 +111,28 @@ def chat_object(leg: Leg, output: Output) -> dict[str, Any]:
     if leg.body.get("logprobs"):
         mark = PREFILL_MARK if leg.engine.role != "decode" else DECODE_MARK
         if chat:
-            logprobs = {"content": [{"token": f"t{i}", "bytes": [116], "logprob": -float(mark + 500 + i), "top_logprobs": []}
-                                    for i in range(output.tokens)]}
+            logprobs = {
+                "content": [
+                    {"token": f"t{i}", "bytes": [116], "logprob": -float(mark + 500 + i), "top_logprobs": []} for i in range(output.tokens)
+                ]
+            }
         else:
-            logprobs = {"text_offset": [], "token_logprobs": [-float(mark + 500 + i) for i in range(output.tokens)],
-                        "tokens": [f"t{i}" for i in range(output.tokens)], "top_logprobs": []}
+            logprobs = {
+                "text_offset": [],
+                "token_logprobs": [-float(mark + 500 + i) for i in range(output.tokens)],
+                "tokens": [f"t{i}" for i in range(output.tokens)],
+                "top_logprobs": [],
+            }
     choice |= {"logprobs": logprobs, "finish_reason": output.finish["type"], "matched_stop": None}
-    reply: dict[str, Any] = {"id": leg.rid, "object": "chat.completion" if chat else "text_completion", "created": CREATED,
-                             "model": leg.body.get("model", "m"), "choices": [choice], "usage": usage(leg, output),
-                             "metadata": {"weight_version": "default"}}
+    reply: dict[str, Any] = {
+        "id": leg.rid,
+        "object": "chat.completion" if chat else "text_completion",
+        "created": CREATED,
+        "model": leg.body.get("model", "m"),
+        "choices": [choice],
+        "usage": usage(leg, output),
+        "metadata": {"weight_version": "default"},
+    }
     if leg.body.get("return_meta_info"):
         choice["meta_info"] = meta_info(leg, output)
     elif output.routed_experts is not None:
@@ -136,8 +167,12 @@ def stream_events(leg: Leg, output: Output) -> list[bytes]:
 
 def _openai_events(leg: Leg, output: Output) -> list[bytes]:
     chat = leg.request.path.endswith("chat/completions")
-    base = {"id": leg.rid, "object": "chat.completion.chunk" if chat else "text_completion", "created": CREATED,
-            "model": leg.body.get("model", "m")}
+    base = {
+        "id": leg.rid,
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": CREATED,
+        "model": leg.body.get("model", "m"),
+    }
 
     def piece(text: str, finish: str | None) -> bytes:
         choice: dict[str, Any] = {"index": 0}

@@ -44,8 +44,21 @@ class Router:
         """Starts it and waits until it listens; with `ready` until it has workers of every role."""
         for _ in range(3):
             self.port, self.metrics_port = free_port(), free_port()
-            command = [sys.executable, "-m", "r3router", "serve", "--host", "127.0.0.1", "--port", str(self.port),
-                       "--prometheus-host", "127.0.0.1", "--prometheus-port", str(self.metrics_port), *self.flags]
+            command = [
+                sys.executable,
+                "-m",
+                "r3router",
+                "serve",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                "--prometheus-host",
+                "127.0.0.1",
+                "--prometheus-port",
+                str(self.metrics_port),
+                *self.flags,
+            ]
             env = {k: v for k, v in os.environ.items() if not k.startswith("R3ROUTER_")}
             with self.log.open("ab") as log:
                 self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)

@@ -12,8 +12,18 @@ from dataclasses import dataclass, field
 
 from .wire import LAST_CHUNK, Body, Head, ProtocolError, chunk, framing_of, parse_head
 
-REASONS = {200: "OK", 202: "Accepted", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 413: "Content Too Large",
-           422: "Unprocessable Entity", 429: "Too Many Requests", 500: "Internal Server Error", 503: "Service Unavailable"}
+REASONS = {
+    200: "OK",
+    202: "Accepted",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    413: "Content Too Large",
+    422: "Unprocessable Entity",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
 
 
 @dataclass
@@ -58,8 +68,9 @@ class Exchange:
         self._connection.transport.write(data)
         await self._connection.drained()
 
-    async def reply(self, status: int, body: bytes, headers: list[tuple[str, str]] | None = None,
-                    content_type: str = "application/json") -> None:
+    async def reply(
+        self, status: int, body: bytes, headers: list[tuple[str, str]] | None = None, content_type: str = "application/json"
+    ) -> None:
         """A whole answer with Content-Length, in one write."""
         self.started = True
         head = _head(status, [("content-type", content_type), ("content-length", str(len(body))), *(headers or [])])

@@ -23,7 +23,9 @@ BODY: dict[str, Any] = {"input_ids": [5, 6, 7, 8, 9], "sampling_params": {"max_n
 SHAPE = {"prefill": {"dp_size": 4, "waiting_s": 0.3}, "decode": {"dp_size": 8, "waiting_s": 0.3, "disconnect_s": 0.3}}
 
 
-async def broken(fleet: Fleet, faults: Faults, text: str, *, calls: int = 1, body: dict[str, Any] | None = None, path: str = "/generate") -> None:
+async def broken(
+    fleet: Fleet, faults: Faults, text: str, *, calls: int = 1, body: dict[str, Any] | None = None, path: str = "/generate"
+) -> None:
     """Drives the fleet with a wrong router; the fleet must say what was wrong."""
     mini = MiniRouter(fleet, faults)
     for _ in range(calls):
@@ -45,19 +47,22 @@ async def test_a_right_router_breaks_no_rule(lab: Lab) -> None:
     assert [rank.peak_transfer for rank in fleet.d.ranks] == [8] * 8
 
 
-@pytest.mark.parametrize(("faults", "calls", "text"), [
-    (Faults(room=12345 * 4), 2, "is used again by"),
-    (Faults(rid="r" * 16), 2, "generated before"),
-    (Faults(decode_rid="other"), 1, "decode 'other'"),
-    (Faults(room_shift=1), 1, "implies prefill rank 1, the leg went to rank 0"),
-    (Faults(asked=3), 1, "decode asks prefill rank 3"),
-    (Faults(routed=4), 1, r"rank 4 outside 0\.\.4"),
-    (Faults(ranks=False), 1, "without routed_dp_rank"),
-    (Faults(room=2**63, room_shift=0), 1, "bootstrap_room is 9223372036854775808"),
-    (Faults(room=0), 1, "bootstrap_room is 0"),
-    (Faults(bootstrap_port=1), 1, "was sent to bootstrap"),
-    (Faults(room=400, decode_room_text="4e2"), 1, "bootstrap_room is 400.0"),
-])
+@pytest.mark.parametrize(
+    ("faults", "calls", "text"),
+    [
+        (Faults(room=12345 * 4), 2, "is used again by"),
+        (Faults(rid="r" * 16), 2, "generated before"),
+        (Faults(decode_rid="other"), 1, "decode 'other'"),
+        (Faults(room_shift=1), 1, "implies prefill rank 1, the leg went to rank 0"),
+        (Faults(asked=3), 1, "decode asks prefill rank 3"),
+        (Faults(routed=4), 1, r"rank 4 outside 0\.\.4"),
+        (Faults(ranks=False), 1, "without routed_dp_rank"),
+        (Faults(room=2**63, room_shift=0), 1, "bootstrap_room is 9223372036854775808"),
+        (Faults(room=0), 1, "bootstrap_room is 0"),
+        (Faults(bootstrap_port=1), 1, "was sent to bootstrap"),
+        (Faults(room=400, decode_room_text="4e2"), 1, "bootstrap_room is 400.0"),
+    ],
+)
 async def test_a_wrong_pairing_is_seen(lab: Lab, faults: Faults, calls: int, text: str) -> None:
     await broken(await lab.pd(**SHAPE), faults, text, calls=calls)
 
@@ -107,8 +112,9 @@ async def test_duplicate_keys_and_bad_json_are_seen(lab: Lab) -> None:
 async def test_more_transfers_than_a_rank_takes_are_refused(lab: Lab, on_over: str, status: int) -> None:
     fleet = await lab.pd(prefill={"transfer_s": 0.2, "waiting_s": 0.5}, decode={"transfer_limit": 2, "on_over": on_over, "waiting_s": 0.5})
     mini = MiniRouter(fleet)
-    answers = await asyncio.gather(*(mini.d.post("/generate", mini.bodies(BODY)[1]) for _ in range(1)),
-                                   *(mini.call(BODY) for _ in range(2)), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(mini.d.post("/generate", mini.bodies(BODY)[1]) for _ in range(1)), *(mini.call(BODY) for _ in range(2)), return_exceptions=True
+    )
     mini.close()
     statuses = sorted(a[1].status for a in answers if isinstance(a, tuple))
     assert statuses == [200, status]
@@ -132,7 +138,9 @@ async def test_kv_growth_past_the_pool_freezes_every_rank(lab: Lab) -> None:
 
 
 async def test_mamba_slots_over_the_limit_kill_the_process(lab: Lab) -> None:
-    fleet = await lab.pd(prefill={"transfer_s": 0.2, "waiting_s": 0.4}, decode={"mamba_slots": 12, "slots_per_request": 3, "on_over": "die"})
+    fleet = await lab.pd(
+        prefill={"transfer_s": 0.2, "waiting_s": 0.4}, decode={"mamba_slots": 12, "slots_per_request": 3, "on_over": "die"}
+    )
     mini = MiniRouter(fleet)
     results = await asyncio.gather(*(mini.d.post("/generate", mini.bodies(BODY)[1]) for _ in range(5)), return_exceptions=True)
     assert all(isinstance(r, ConnectionError) for r in results)
