@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+
 from scripted.lab import Lab
 
 FAILED = pytest.StashKey[bool]()

@@ -7,6 +7,7 @@ import json
 import random
 
 import pytest
+
 from scripted.calls import GENERATE, ROUTES, until
 from scripted.client import Client, encode
 from scripted.fleet import Fleet

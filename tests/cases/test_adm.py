@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+
 from scripted.calls import crowd, long_bodies, statuses
 from scripted.client import Response
 from scripted.lab import Lab

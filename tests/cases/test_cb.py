@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+
 from scripted.acts import answer, refusal
 from scripted.calls import GENERATE, statuses, until
 from scripted.client import encode

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+
 from scripted.calls import CHAT, COMPLETION, GENERATE, crowd, statuses
 from scripted.lab import Lab
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+
 from scripted.calls import CHAT, ROUTES, without_owned
 from scripted.lab import Lab
 

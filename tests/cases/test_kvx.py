@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+
 from scripted.acts import every, never
 from scripted.calls import crowd, long_bodies, statuses, until
 from scripted.client import Client, Response
@@ -111,7 +112,7 @@ async def test_kvx_1_with_four_megabytes_of_routing_in_every_reply(lab: Lab, ign
 
 async def test_kvx_2_a_transfer_that_never_ends_is_given_up_and_its_slot_stays_off_the_budget(lab: Lab) -> None:
     rows, ranks, deadline = 4, 2, 2.0
-    fleet, router, client = await lab.serve(
+    fleet, _, client = await lab.serve(
         "--delivery-timeout-secs",
         str(deadline),
         "--poll-interval-ms",

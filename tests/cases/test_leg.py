@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+
 from scripted.acts import Act, answer, cut_short, head_then_rst, refusal, rst
 from scripted.calls import GENERATE, ROUTES, crowd, statuses, until
 from scripted.client import Response
@@ -45,7 +46,7 @@ async def test_leg_1_the_first_failing_leg_ends_the_attempt_on_both_sides(lab: L
     start = time.monotonic()
     got = await client.generate(input_ids=list(range(5)))
     took = time.monotonic() - start
-    act, status = FAULTS[fault]
+    status = FAULTS[fault][1]
     # An engine that is known to be gone may also mean 503, no worker of the role.
     assert got.status == status or (fault == "refused" and got.status == 503), got.body
     assert took < 10.0, "the client waited for the leg that had nothing to wait for"
@@ -85,7 +86,7 @@ async def test_leg_1_an_abort_that_came_too_early_is_repeated(lab: Lab) -> None:
 
 
 async def test_leg_1_a_burst_of_refused_calls_leaves_good_calls_alone(lab: Lab) -> None:
-    fleet, router, client = await lab.serve("--cb-failure-threshold", "3", prefill=WAIT, decode={**WAIT, "dp_size": 2, "max_running": 4})
+    fleet, _, client = await lab.serve("--cb-failure-threshold", "3", prefill=WAIT, decode={**WAIT, "dp_size": 2, "max_running": 4})
     refused = refusal(400, MESSAGE, after=0.05)
     fleet.p.script = lambda leg: refused if leg.body["input_ids"][0] == 9 else None
 

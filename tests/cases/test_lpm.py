@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+
 from scripted.client import events
 from scripted.lab import Lab
 

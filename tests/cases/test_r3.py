@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted.acts import Act, answer
+
+from scripted.acts import Act
 from scripted.calls import CHAT, COMPLETION, until
 from scripted.client import Response, events
 from scripted.engine import Leg, merged_rows, merged_text
-from scripted.fleet import Fleet
 from scripted.lab import Lab
 from scripted.r3 import R3Model, from_text, to_text
 from scripted.replies import Output, reply_bytes
@@ -380,5 +380,3 @@ async def test_r3_rows_are_not_touched_when_nobody_asked(lab: Lab) -> None:
     got = await client.generate(input_ids=[1, 2], return_routed_experts=False)
     assert got.status == 200
     assert "routed_experts" not in got.json()["meta_info"]
-    assert answer is not None
-    assert isinstance(fleet, Fleet)

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+
 from scripted.acts import Act, answer, first, refusal, rst
 from scripted.calls import CHAT, COMPLETION, GENERATE, ROUTES, statuses, until, without_owned
 from scripted.client import events
@@ -208,7 +209,7 @@ async def test_rm_3_one_failing_sample_fails_the_call_and_aborts_the_others(lab:
     others = [leg for leg in fleet.d.legs if leg.end != "answered"]
     assert len(others) <= 3
     assert all(leg.end == "aborted" for leg in others), [leg.end for leg in others]
-    assert len(fleet.d.legs) + len([leg for leg in fleet.p.legs]) <= 8
+    assert len(fleet.d.legs) + len(fleet.p.legs) <= 8
 
 
 async def test_rm_3_batches_are_split_and_joined_in_order(lab: Lab) -> None:

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+
 from scripted.acts import answer, chunks, cut_short, head_then_rst
 from scripted.calls import CHAT, ROUTES, crowd
 from scripted.client import encode, events

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from . import replies
-from .acts import Act, Script
+from .acts import Script
 from .ledger import Rank, load_entry, mamba_metrics
 from .r3 import R3Model, Rows, to_text
 from .rooms import Meeting, Rooms
