@@ -22,6 +22,8 @@ BIN := $(VENV)/bin
 TARGET := $(or $(CARGO_TARGET_DIR),$(ROOT)/target)
 SEEDS ?= 10000
 export R3ROUTER_SIM_SEEDS := $(SEEDS)
+# The package of this clone, whichever clone an environment in R3ROUTER_CACHE was last built from.
+export PYTHONPATH := $(ROOT)/python
 # The peers that the demo and the benchmarks run beside ours; each gets an environment of its own, since two of them ship
 # a script of the same name.
 PEER_sglang-router := sglang-router==0.3.2
@@ -39,8 +41,7 @@ STAMP := $(VENV)/.r3router-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 $(STAMP):
 	$(call say,Making the Python environment $(VENV))
 	[ -x "$(BIN)/python" ] || $(PYTHON) -m venv "$(VENV)"
-	"$(BIN)/python" -c 'import tomllib, sys; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"] + tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))' 2>/dev/null > "$(VENV)/wanted.txt" \
-		|| sed -n '/^dev = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p; s/^dependencies = \["\(.*\)"\]/\1/p' pyproject.toml > "$(VENV)/wanted.txt"
+	sed -n '/^dev = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p; s/^dependencies = \["\(.*\)"\]/\1/p' pyproject.toml > "$(VENV)/wanted.txt"
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -r "$(VENV)/wanted.txt"
 	@rm -f "$(VENV)"/.r3router-*; touch "$@"
 

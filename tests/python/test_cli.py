@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +154,29 @@ def test_one_exception_tree():
     assert issubclass(core.RunError, core.R3RouterError)
     with pytest.raises(core.SettingsError, match="not the expected JSON"):
         core.check_settings("{")
+
+
+def test_emulate_takes_every_option_of_the_core_and_explains_it():
+    from r3router.cli.emulate import OPTIONS
+
+    assert [name for name, _, _ in OPTIONS] == list(json.loads(core.emulate_options()))
+    text = r3router("emulate", "--help").stdout
+    for name, _, _ in OPTIONS:
+        assert re.search(rf"^  --{name.replace('_', '-')} ", text, re.MULTILINE), name
+
+
+def test_a_fleet_that_cannot_be_is_refused_before_anything_listens():
+    done = r3router("emulate", "--decode-engines", "3")
+    assert done.returncode == 2
+    assert "decode: 4 ranks cannot be spread evenly over 3 engines" in done.stderr
+
+
+def test_a_port_that_is_taken_ends_with_1_and_names_it():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = r3router("emulate", "--port", str(port))
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ")
+    assert str(port) in done.stderr

@@ -1,4 +1,5 @@
 //! `r3router._core`: registers the binding; each verb lives in a file of its own and holds no logic.
+mod emulate;
 mod errors;
 mod load;
 mod reference;
@@ -17,6 +18,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(reference::settings_page, m)?)?;
     m.add_function(wrap_pyfunction!(reference::errors_page, m)?)?;
     m.add_function(wrap_pyfunction!(reference::metrics_page, m)?)?;
+    m.add_function(wrap_pyfunction!(emulate::emulate_options, m)?)?;
+    m.add_function(wrap_pyfunction!(emulate::emulate, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_load, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_backend, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_relay, m)?)?;

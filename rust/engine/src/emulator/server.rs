@@ -68,8 +68,9 @@ fn role_name(role: Role) -> &'static str {
 fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     socket.set_reuseaddr(true)?;
-    socket.bind(address)?;
-    socket.listen(BACKLOG)
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("{address}: {e}"));
+    socket.bind(address).map_err(named)?;
+    socket.listen(BACKLOG).map_err(named)
 }
 
 impl RunningFleet {

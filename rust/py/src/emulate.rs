@@ -1,0 +1,19 @@
+//! `emulate` and its defaults: a fleet of emulated engines on loopback.
+use pyo3::prelude::*;
+use r3router_engine::emulator::{EmulateOptions, emulate_blocking};
+
+use crate::errors::{RunError, SettingsError};
+
+/// The options of `emulate` with their defaults, as JSON.
+#[pyfunction]
+pub(crate) fn emulate_options() -> PyResult<String> {
+    serde_json::to_string(&EmulateOptions::default()).map_err(|e| RunError::new_err(e.to_string()))
+}
+
+/// Plays a fleet (options as JSON) until SIGTERM or SIGINT; prints the addresses and the router command once it listens.
+#[pyfunction]
+pub(crate) fn emulate(py: Python<'_>, options: &str) -> PyResult<()> {
+    let options: EmulateOptions = serde_json::from_str(options).map_err(|e| SettingsError::new_err(e.to_string()))?;
+    options.fleet().map_err(SettingsError::new_err)?;
+    py.detach(|| emulate_blocking(&options, |text| println!("{text}"))).map_err(|e| RunError::new_err(e.to_string()))
+}
