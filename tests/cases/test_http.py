@@ -11,6 +11,7 @@ from scripted.calls import crowd, statuses
 from scripted.client import encode, request_bytes
 from scripted.fleet import Fleet
 from scripted.lab import Lab
+from scripted.server import Exchange, Request
 
 IDLE_CLOSE_S = 5.0
 PAIRS = 1000
@@ -69,18 +70,15 @@ async def test_http_1_a_new_connection_that_dies_is_a_failure_and_not_sent_again
     fleet, _, client = await lab.serve("--disable-retries", "--disable-circuit-breaker", "--upstream-idle-secs", "0")
     hits = 0
 
-    async def rst(request: object, exchange: object) -> None:
-        nonlocal hits
-        hits += 1
-        exchange.rst()  # type: ignore[attr-defined]
-
     normal = fleet.d.server.handler
 
-    async def handler(request: object, exchange: object) -> None:
-        if request.path == "/generate":  # type: ignore[attr-defined]
-            await rst(request, exchange)
-        else:
-            await normal(request, exchange)  # type: ignore[arg-type]
+    async def handler(request: Request, exchange: Exchange) -> None:
+        nonlocal hits
+        if request.path != "/generate":
+            return await normal(request, exchange)
+        hits += 1
+        exchange.rst()
+        return None
 
     fleet.d.server.handler = handler
     got = await client.generate(text="x")
@@ -174,7 +172,7 @@ async def test_http_2_one_limit_for_every_route(lab: Lab, path: str) -> None:
 
 
 async def test_many_idle_connections_cost_no_call(lab: Lab) -> None:
-    fleet, _, client = await lab.serve()
+    _, _, client = await lab.serve()
     idle = [await client.connect() for _ in range(300)]
     for connection in idle[::2]:
         await connection.send(b"POST /generate HTTP/1.1\r\n")

@@ -376,7 +376,7 @@ async def test_r3_3_an_engine_without_the_option_is_an_explicit_error_in_a_strea
 
 
 async def test_r3_rows_are_not_touched_when_nobody_asked(lab: Lab) -> None:
-    fleet, _, client = await lab.serve()
+    _, _, client = await lab.serve()
     got = await client.generate(input_ids=[1, 2], return_routed_experts=False)
     assert got.status == 200
     assert "routed_experts" not in got.json()["meta_info"]
