@@ -2,3 +2,4 @@
 pub mod emulator;
 pub mod load;
 pub mod model;
+pub mod rollout;

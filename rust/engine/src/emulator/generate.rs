@@ -4,6 +4,8 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use http::{Response, StatusCode, header};
+use r3router_core::r3::Dtype;
+use r3router_core::r3::descriptor::Descriptor;
 use r3router_core::topology::Role;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
@@ -461,12 +463,15 @@ fn payload(engine: &Engine, job: &Job, sub: &Sub, tokens: u32, by_reference: boo
         return Some(Payload::Rows(rows));
     }
     let shape = engine.pattern.shape();
-    let id = engine.agent.put(rows);
-    Some(Payload::Descriptor(super::descriptor::encode(
-        &format!("{}/r3/{id}", engine.url),
-        rows.first(),
-        rows.len(),
-        shape,
-        crc32_of(&engine.pattern, &rows),
-    )))
+    let descriptor = Descriptor {
+        uri: format!("{}/r3/{}", engine.url, engine.agent.put(rows)),
+        offset: 0,
+        pos: rows.first(),
+        rows: rows.len(),
+        dtype: Dtype::for_experts(shape.experts),
+        layers: shape.layers,
+        top_k: shape.top_k,
+        crc32: crc32_of(&engine.pattern, &rows),
+    };
+    Some(Payload::Descriptor(descriptor.encode_base64()))
 }

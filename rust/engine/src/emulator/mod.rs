@@ -12,7 +12,6 @@ mod body;
 mod bootstrap;
 mod clock;
 mod config;
-mod descriptor;
 mod drive;
 mod engine;
 mod fast;

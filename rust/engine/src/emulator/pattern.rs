@@ -46,11 +46,6 @@ impl R3Shape {
         if self.experts <= 256 { 1 } else { 2 }
     }
 
-    /// Name of the narrow type as references carry it.
-    pub fn narrow_dtype(self) -> &'static str {
-        if self.experts <= 256 { "uint8" } else { "uint16" }
-    }
-
     /// Bytes of a row in the narrow form.
     pub fn narrow_row_bytes(self) -> usize {
         self.cells() * self.narrow_width()

@@ -84,7 +84,11 @@ async fn generating(engine: Arc<Engine>, api: Api, mut body: Bytes, parts: &Part
         match rank.to_str().ok().and_then(|r| r.trim().parse::<i64>().ok()) {
             Some(rank) => body = with_rank(&body, rank),
             None => {
-                return Some(error_object(400, "BadRequest", "Invalid X-Data-Parallel-Rank header: must be an integer"));
+                return Some(error_object(
+                    400,
+                    "BadRequest",
+                    "Invalid X-Data-Parallel-Rank header: must be an integer",
+                ));
             }
         }
     }
