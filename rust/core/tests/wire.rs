@@ -80,7 +80,10 @@ fn client_pd_fields_of_any_type_are_removed_wherever_they_stand() {
             }
         }
     }
-    assert_eq!(text(r#"{"rid":"a"}"#, Route::Chat, &Owned { rid: Some("b\"\n"), ..Owned::default() }), r#"{"rid":"b\"\n"}"#);
+    assert_eq!(
+        text(r#"{"rid":"a"}"#, Route::Chat, &Owned { rid: Some("b\"\n"), ..Owned::default() }),
+        r#"{"rid":"b\"\n"}"#
+    );
     assert_eq!(text(r#"{ "rid":"a" }"#, Route::Chat, &Owned::default()), "{  }");
 }
 
@@ -94,7 +97,9 @@ fn an_owned_name_spelled_with_escapes_is_still_owned() {
 
 #[test]
 fn escapes_arrive_as_they_were_sent() {
-    for inner in [r"cut \ud83d here", r"\ude00", r"\u0000", r"\u2028", "\u{2028}\u{feff}\u{7f}", r"\/\b\f\n\r\t\\\u00E9"] {
+    for inner in
+        [r"cut \ud83d here", r"\ude00", r"\u0000", r"\u2028", "\u{2028}\u{feff}\u{7f}", r"\/\b\f\n\r\t\\\u00E9"]
+    {
         let body = format!(r#"{{"model":"m","messages":[{{"role":"user","content":"{inner}"}}]}}"#);
         let out = text(&body, Route::Chat, &leg(0, "r", 1));
         assert!(out.ends_with(&body[1..]), "{out}");
@@ -157,9 +162,13 @@ fn wrong_types_are_refused_by_name() {
         assert_eq!(kind, Kind::InvalidField, "{body}");
         assert!(message.contains(&format!(" {name}: ")), "{message}");
     }
-    for body in
-        [r#"{"prompt":[]}"#, r#"{"prompt":[1,"a"]}"#, r#"{"prompt":["a",1]}"#, r#"{"prompt":{}}"#, r#"{"prompt":"a","n":0}"#]
-    {
+    for body in [
+        r#"{"prompt":[]}"#,
+        r#"{"prompt":[1,"a"]}"#,
+        r#"{"prompt":["a",1]}"#,
+        r#"{"prompt":{}}"#,
+        r#"{"prompt":"a","n":0}"#,
+    ] {
         assert_eq!(refused(body.as_bytes(), Route::Completions).0, Kind::InvalidField, "{body}");
     }
     assert_eq!(refused(br#"{"input_ids":[[1]]}"#, Route::Chat).0, Kind::InvalidField);
@@ -185,7 +194,10 @@ fn facts_of_generate() {
     assert_eq!((f.prompt(0).kind, f.prompt(0).ids, f.prompt(0).max_new_tokens), (PromptKind::Text, None, Some(128)));
     assert_eq!(f.rid(0).unwrap(), "x");
     assert_eq!(one(r#"{"text":"a","sampling_params":{"max_new_tokens":null}}"#).prompt(0).max_new_tokens, None);
-    assert_eq!(one(r#"{"text":"a","sampling_params":{"max_new_tokens":99999999999}}"#).prompt(0).max_new_tokens, Some(u32::MAX));
+    assert_eq!(
+        one(r#"{"text":"a","sampling_params":{"max_new_tokens":99999999999}}"#).prompt(0).max_new_tokens,
+        Some(u32::MAX)
+    );
     // Beams are one request, whatever n says.
     assert_eq!(one(r#"{"text":"a","sampling_params":{"n":3,"beam_width":4}}"#).subs(), 1);
     // With history or images the engine's prompt is longer than the ids.
@@ -202,9 +214,15 @@ fn facts_of_generate() {
 
 #[test]
 fn facts_of_chat_and_completions() {
-    let f = scan(br#"{"messages":[{"role":"user","content":"x"}],"n":4,"max_tokens":9,"max_completion_tokens":7}"#, Route::Chat)
-        .unwrap();
-    assert_eq!((f.subs(), f.prompt(3).kind, f.prompt(0).max_new_tokens, f.listed), (4, PromptKind::Messages, Some(7), false));
+    let f = scan(
+        br#"{"messages":[{"role":"user","content":"x"}],"n":4,"max_tokens":9,"max_completion_tokens":7}"#,
+        Route::Chat,
+    )
+    .unwrap();
+    assert_eq!(
+        (f.subs(), f.prompt(3).kind, f.prompt(0).max_new_tokens, f.listed),
+        (4, PromptKind::Messages, Some(7), false)
+    );
     let f = scan(br#"{"messages":[],"input_ids":[1,2],"return_meta_info":true,"logprobs":true}"#, Route::Chat).unwrap();
     assert_eq!((f.prompt(0).ids, f.prompt(0).max_new_tokens, f.meta_info, f.logprobs), (Some(2), None, true, true));
     let ids = |body: &str| {
@@ -285,7 +303,8 @@ fn each_leg_gets_its_own_stream_and_start() {
         r#"{"stream":true,"stream_options":{"include_usage":true},"text":"t","routed_experts_start_len":57}"#
     );
     let both = Owned { stream: Some(true), routed_experts_start_len: Some(5), include_usage: true, ..Owned::default() };
-    let wanted = r#"{"stream":true,"routed_experts_start_len":5,"stream_options":{"include_usage":true},"messages":[]}"#;
+    let wanted =
+        r#"{"stream":true,"routed_experts_start_len":5,"stream_options":{"include_usage":true},"messages":[]}"#;
     assert_eq!(text(r#"{"messages":[]}"#, Route::Chat, &both), wanted);
     for (have, want) in [
         ("null", r#"{"include_usage":true}"#),
@@ -339,8 +358,9 @@ fn value() -> impl Strategy<Value = Value> {
 
 /// A field name that means nothing to the router, or one of its own.
 fn name() -> impl Strategy<Value = String> {
-    let free =
-        |n: &String| !matches!(n.as_str(), "stream" | "text" | "n" | "prompt" | "model" | "echo" | "logprobs" | "messages");
+    let free = |n: &String| {
+        !matches!(n.as_str(), "stream" | "text" | "n" | "prompt" | "model" | "echo" | "logprobs" | "messages")
+    };
     prop_oneof![
         "[a-z_]{1,12}".prop_filter("free", free),
         ".{0,6}".prop_filter("free", free),

@@ -1,0 +1,264 @@
+//! The invariants on decisions and on what waits, each by the harness's own books.
+use r3router_core::admission::{Binding, Request, WindowMode};
+use r3router_core::error::{Error, Kind};
+use r3router_core::topology::Role;
+
+use crate::book::{Book, Violation, Waiting, broken};
+use crate::engines::Place;
+use crate::plan::Ns;
+
+impl Book {
+    /// What `submit` answered, before the request is put into the books.
+    pub(crate) fn check_submit(&self, request: &Request, answer: Result<(), &Error>, now: Ns) -> Result<(), Violation> {
+        let prompt = u64::from(request.prompt_tokens);
+        let max_new = u64::from(request.max_new_tokens.unwrap_or(self.config.default_max_new_tokens));
+        let arena = request.r3.map_or(0, |r| r.arena);
+        let full = self.queued >= self.config.queue_max_requests
+            || self.queued_bytes + request.body_bytes > self.config.queue_max_bytes;
+        match answer {
+            Ok(()) => {
+                if self.surely_too_large(prompt) {
+                    return broken("too-large", format!("a prompt of {prompt} was queued; no rank can ever hold it"));
+                }
+                if arena > self.config.arena_bytes {
+                    return broken("arena", format!("{arena} arena bytes were queued, of {}", self.config.arena_bytes));
+                }
+                if full && !request.retry {
+                    return broken(
+                        "queue",
+                        format!("{} requests and {} bytes wait already", self.queued, self.queued_bytes),
+                    );
+                }
+            }
+            Err(error) if error.kind == Kind::QueueTimeout && now >= request.deadline.0 => {}
+            Err(error) => self.check_error(error, prompt, max_new, arena, full)?,
+        }
+        Ok(())
+    }
+
+    fn check_error(&self, error: &Error, prompt: u64, max_new: u64, arena: u64, full: bool) -> Result<(), Violation> {
+        let right = match error.kind {
+            Kind::QueueFull => full,
+            Kind::TooLargeForFleet => !self.surely_fits(prompt, max_new),
+            Kind::R3ArenaTooSmall => arena > self.config.arena_bytes,
+            Kind::NoWorkers => !self.surely_workers(),
+            _ => false,
+        };
+        if right { Ok(()) } else { broken("refusal", format!("refused for no reason of ours: {error}")) }
+    }
+
+    /// Each role that this fleet needs has a worker that nothing speaks against.
+    fn surely_workers(&self) -> bool {
+        let has = |role| self.registered(role).any(|w| !w.draining && !w.tainted);
+        has(Role::Regular) || (has(Role::Prefill) && has(Role::Decode))
+    }
+
+    /// A waiting request was refused.
+    pub(crate) fn check_refusal(&self, w: &Waiting, error: &Error, now: Ns) -> Result<(), Violation> {
+        if error.kind == Kind::QueueTimeout {
+            let late = now >= w.deadline && self.paused.is_none_or(|since| w.deadline <= since);
+            if !late {
+                return broken("deadline", format!("refused at {now}, deadline {}: {error}", w.deadline));
+            }
+            return Ok(());
+        }
+        self.check_error(error, w.prompt, w.max_new, w.arena, false)
+    }
+
+    /// A binding, before it is put into the books. Gives the two places.
+    pub(crate) fn check_binding(&mut self, b: &Binding, now: Ns) -> Result<(Waiting, Option<Place>, Place), Violation> {
+        if self.gone.contains(&b.ticket) {
+            return broken("cancelled", format!("{:?} was cancelled, refused or bound before", b.ticket));
+        }
+        let Some((class, at)) = self.find(b.ticket) else {
+            return broken("cancelled", format!("{:?} was never submitted", b.ticket));
+        };
+        if self.paused.is_some() {
+            return broken("paused", format!("{:?} was bound in a pause", b.ticket));
+        }
+        let (decode, prefill) = self.check_places(b)?;
+        self.check_room(b, prefill)?;
+        if at != 0 {
+            let first = self.waiting[&class][0].ticket;
+            return broken("fifo", format!("{:?} was bound before {first:?} of the same key {}", b.ticket, class.1));
+        }
+        let w = self.waiting[&class][at].clone();
+        if now > w.deadline {
+            return broken("deadline", format!("{:?} was bound at {now}, deadline {}", b.ticket, w.deadline));
+        }
+        if self.arena + w.arena > self.config.arena_bytes {
+            let limit = self.config.arena_bytes;
+            return broken("arena", format!("{} + {} arena bytes of {limit}", self.arena, w.arena));
+        }
+        self.count_overtaken(&w, class.0)?;
+        self.unqueue(b.ticket);
+        Ok((w, prefill, decode))
+    }
+
+    fn check_places(&self, b: &Binding) -> Result<(Place, Option<Place>), Violation> {
+        let Some(decode) = self.place(b.decode) else {
+            return broken("pair", format!("{:?} does not exist", b.decode));
+        };
+        let prefill = match b.prefill {
+            None => None,
+            Some(id) => match self.place(id) {
+                None => return broken("pair", format!("{id:?} does not exist")),
+                some => some,
+            },
+        };
+        let wanted = if prefill.is_some() { Role::Decode } else { Role::Regular };
+        if self.workers[decode.0].role != wanted || prefill.is_some_and(|p| self.workers[p.0].role != Role::Prefill) {
+            return broken("pair", format!("prefill {:?} with decode {:?} is not a whole pair", b.prefill, b.decode));
+        }
+        for (w, r) in prefill.into_iter().chain([decode]) {
+            let worker = &self.workers[w];
+            if !worker.registered || worker.draining {
+                let state = if worker.registered { "draining" } else { "removed" };
+                return broken("draining", format!("{}@{r} is {state} and was chosen", worker.url));
+            }
+        }
+        Ok((decode, prefill))
+    }
+
+    fn check_room(&mut self, b: &Binding, prefill: Option<Place>) -> Result<(), Violation> {
+        let Some((w, rank)) = prefill else {
+            return if b.room == 0 { Ok(()) } else { broken("room", format!("room {} without prefill", b.room)) };
+        };
+        let ranks = self.workers[w].ranks.len() as u64;
+        if b.room == 0 || b.room >= 1 << 63 {
+            return broken("room", format!("room {} is out of range", b.room));
+        }
+        if b.room % ranks != rank as u64 {
+            return broken("room", format!("room {} mod {ranks} is not rank {rank}", b.room));
+        }
+        if !self.rooms.insert(b.room) {
+            return broken("room", format!("room {} was used before", b.room));
+        }
+        Ok(())
+    }
+
+    /// A new request was bound: every older head of another key was overtaken once more.
+    fn count_overtaken(&mut self, bound: &Waiting, new: bool) -> Result<(), Violation> {
+        if !new {
+            return Ok(());
+        }
+        // Between keys the queue is fair, not FIFO: each other key may go a few times before a turn comes around.
+        let limit = self.config.max_overtakes * 2 + 8 * self.keys.len() as u32 + 8;
+        for queue in self.waiting.values_mut() {
+            let Some(head) = queue.front_mut() else { continue };
+            if head.seq < bound.seq {
+                head.overtaken += 1;
+                if head.overtaken > limit {
+                    let (ticket, times) = (head.ticket, head.overtaken);
+                    return broken("starved", format!("{ticket:?} at the head of its key was overtaken {times} times"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The ranks just bound to are within what is known of them.
+    pub(crate) fn check_capacity(&self, attempt: usize, w: &Waiting, now: Ns) -> Result<(), Violation> {
+        let a = &self.attempts[attempt];
+        if !self.config.enabled {
+            return Ok(());
+        }
+        self.check_decode(a.decode, w, now)?;
+        if let WindowMode::Static(window) = self.config.window {
+            let ours = self.rank(a.decode).attempts.iter().map(|i| &self.attempts[*i]);
+            let ours = ours.filter(|o| o.decode == a.decode && o.transfer_ended().is_none()).count();
+            if self.workers[a.decode.0].role == Role::Decode && ours > window.max(1) as usize {
+                return broken("window", format!("{ours} in transfer, static window {window}"));
+            }
+        }
+        for (worker, _) in a.prefill.into_iter().chain([a.decode]) {
+            if self.workers[worker].connect_failed == Some(now) {
+                let url = &self.workers[worker].url;
+                return broken("connect", format!("{url} refused the connection at this moment and was chosen again"));
+            }
+        }
+        match a.prefill {
+            Some(prefill) => self.check_prefill(prefill, attempt, now),
+            None => Ok(()),
+        }
+    }
+
+    /// After a poll: nothing waits past its deadline, and nothing waits that an idle pair would take.
+    pub(crate) fn check_waiting(&self, now: Ns) -> Result<(), Violation> {
+        if self.paused.is_some() || self.queued == 0 {
+            return Ok(());
+        }
+        for w in self.waiting.values().flatten() {
+            if now > w.deadline {
+                return broken("deadline", format!("{:?} waits at {now}, deadline {}", w.ticket, w.deadline));
+            }
+        }
+        let retries = self.waiting.keys().any(|(new, _)| !*new);
+        let heads = || self.waiting.values().filter_map(|q| q.front());
+        // The queue may hold for a request that was overtaken often enough.
+        if retries || heads().any(|h| h.overtaken >= self.config.max_overtakes.min(1)) {
+            return Ok(());
+        }
+        for head in heads() {
+            let fits = self.idle_for(head, Role::Regular, now).is_some()
+                || (self.idle_for(head, Role::Prefill, now).is_some()
+                    && self.idle_for(head, Role::Decode, now).is_some());
+            if fits && self.arena + head.arena <= self.config.arena_bytes {
+                return broken("idle", format!("{:?} waits although an idle pair holds it", head.ticket));
+            }
+        }
+        Ok(())
+    }
+
+    /// A rank of a role that is surely idle, open and large enough.
+    fn idle_for(&self, w: &Waiting, role: Role, now: Ns) -> Option<Place> {
+        self.workers.iter().enumerate().filter(|(_, worker)| worker.role == role).find_map(|(i, worker)| {
+            if !worker.registered || worker.draining || worker.tainted {
+                return None;
+            }
+            let engine_has_r3 = || {
+                (0..worker.ranks.len()).flat_map(|r| &worker.ranks[r].attempts).any(|a| {
+                    let a = &self.attempts[*a];
+                    a.r3 && a.finished.is_none()
+                })
+            };
+            if w.r3 && engine_has_r3() {
+                return None;
+            }
+            let small = worker.facts.max_input_tokens.is_none_or(|most| w.prompt <= most);
+            (0..worker.ranks.len()).map(|r| (i, r)).find(|place| small && self.idle(*place, w, now))
+        })
+    }
+
+    fn idle(&self, place: Place, w: &Waiting, now: Ns) -> bool {
+        let (worker, rank) = (&self.workers[place.0], self.rank(place));
+        let avoided = w.avoid.iter().any(|id| self.place(*id) == Some(place));
+        let open = |i: &usize| {
+            let a = &self.attempts[*i];
+            let released = if a.decode == place { a.decode_released() } else { a.prefill_released() };
+            released.is_none() || a.finished.is_none()
+        };
+        if avoided || rank.attempts.iter().any(open) || !self.roomy(place, w.prompt, w.max_new) {
+            return false;
+        }
+        let per = worker.facts.mamba_slots_per_request.unwrap_or(3);
+        if worker.facts.mamba_slots.is_some_and(|slots| slots < per) || self.rows(place).is_some_and(|(r, _)| r == 0) {
+            return false;
+        }
+        if !worker.facts.reports_load {
+            return true;
+        }
+        let Some((_, r)) = rank.report.as_ref().filter(|_| self.fresh(place, now)) else { return false };
+        let nothing = |n: Option<u32>| n.is_none_or(|n| n == 0);
+        nothing(r.running)
+            && nothing(r.waiting_total)
+            && nothing(r.prealloc)
+            && nothing(r.transfer)
+            && nothing(r.retracted)
+            && nothing(r.bootstrap)
+            && nothing(r.inflight)
+            && r.used_tokens.is_none_or(|n| n == 0)
+            && r.waiting_uncached_tokens.is_none_or(|n| n == 0)
+            && r.mamba_free.is_none_or(|n| n >= per)
+    }
+}

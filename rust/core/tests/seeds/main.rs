@@ -1,0 +1,88 @@
+//! Simulation by seeds: random fleets, workloads and faults drive the admission in virtual time, and every promise of the
+//! design is checked at every step by books that share no code with it.
+//!
+//! `R3ROUTER_SEEDS=count` sets how many seeds run, `R3ROUTER_SEED=n` replays one and prints its trace.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+mod book;
+mod capacity;
+mod checks;
+mod drive;
+mod engines;
+mod events;
+mod faults;
+mod loads;
+mod mutants;
+mod plan;
+mod rng;
+mod router;
+mod views;
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use crate::drive::{Report, Tally, run};
+use crate::plan::Plan;
+
+/// Seeds of a normal run.
+const SEEDS: u64 = 10_000;
+/// Lines of a trace that a failure prints.
+const TRACE_LINES: usize = 40;
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+/// A failing seed: itself, the step, the promise, a short trace, and the command that replays it.
+fn explain(seed: u64, steps: u64, lines: usize) -> String {
+    let Report { failure, trace, tally } = run(&Plan::from_seed(seed), true, |core| core);
+    let mut text = String::new();
+    let _ = match failure {
+        Some(v) => writeln!(text, "seed {seed} breaks `{}` at step {}: {}", v.invariant, tally.steps, v.text),
+        None => writeln!(
+            text,
+            "seed {seed} failed at step {steps} and does not when it runs again: it is not deterministic"
+        ),
+    };
+    for line in &trace[trace.len().saturating_sub(lines)..] {
+        let _ = writeln!(text, "  {}", line.chars().take(600).collect::<String>());
+    }
+    let _ = writeln!(text, "replay: R3ROUTER_SEED={seed} cargo test -p r3router-core --test seeds -- --nocapture");
+    text
+}
+
+#[test]
+fn every_promise_holds_at_every_step_of_every_seed() {
+    if let Some(seed) = number("R3ROUTER_SEED") {
+        let report = run(&Plan::from_seed(seed), true, |core| core);
+        for line in &report.trace {
+            println!("{line}");
+        }
+        if let Some(v) = report.failure {
+            panic!("seed {seed} breaks `{}` at step {}: {}", v.invariant, report.tally.steps, v.text);
+        }
+        println!("seed {seed} holds: {:?}", report.tally);
+        return;
+    }
+    let count = number("R3ROUTER_SEEDS").unwrap_or(SEEDS);
+    let mut total = Tally::default();
+    let mut failures: BTreeMap<&'static str, Vec<(u64, u64)>> = BTreeMap::new();
+    for seed in 0..count {
+        let report = run(&Plan::from_seed(seed), false, |core| core);
+        total.steps += report.tally.steps;
+        for (what, times) in report.tally.events {
+            *total.events.entry(what).or_default() += times;
+        }
+        if let Some(v) = report.failure {
+            failures.entry(v.invariant).or_default().push((seed, report.tally.steps));
+        }
+    }
+    println!("{count} seeds, {} steps: {:?}", total.steps, total.events);
+    let mut text = String::new();
+    for (invariant, seeds) in &failures {
+        let _ = writeln!(text, "\n`{invariant}` is broken by {} of {count} seeds", seeds.len());
+        // The shortest run tells most.
+        let (seed, steps) = seeds.iter().min_by_key(|(_, steps)| *steps).unwrap();
+        text.push_str(&explain(*seed, *steps, TRACE_LINES));
+    }
+    assert!(failures.is_empty(), "{text}");
+}
