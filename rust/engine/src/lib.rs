@@ -3,3 +3,4 @@ pub mod emulator;
 pub mod load;
 pub mod model;
 pub mod rollout;
+pub mod simulate;
