@@ -1,6 +1,13 @@
 //! R3 payloads (`routed_experts`, `indexer_topk`) in engine replies: found, decoded to narrow rows, checked, merged and encoded
 //! in one pass over the bytes, at any chunking.
+pub mod decode;
 pub mod descriptor;
+mod extract;
+pub mod narrow;
+pub mod outline;
+pub mod rows;
+
+pub use extract::{Extract, Name, Piece};
 
 /// How the numbers of a payload are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
