@@ -1,6 +1,4 @@
 //! Base64 text of a payload to its bytes, tile by tile, from any chunking and from any byte on.
-use super::descriptor::MAGIC;
-
 /// Bytes of a full tile; its text is 64 KiB.
 pub const TILE: usize = 48 << 10;
 const TILE_TEXT: usize = TILE / 3 * 4;
@@ -21,6 +19,8 @@ pub struct Decoder {
     skip_text: u64,
     /// Bytes of the first decoded quantum that belong to what was passed over.
     skip_bytes: usize,
+    /// Padding at the end of what was passed over so far, for a text that ends before it should.
+    skip_padding: u64,
     /// Text seen, and bytes decoded or passed over.
     text: u64,
     bytes: u64,
@@ -39,6 +39,7 @@ impl Decoder {
         Self {
             skip_text,
             skip_bytes: (skip % 3) as usize,
+            skip_padding: 0,
             text: 0,
             bytes: skip / 3 * 3,
             carry: [0; 4],
@@ -55,7 +56,7 @@ impl Decoder {
 
     /// The bytes of the whole payload so far, what was passed over included. Less than `skip` when the text ended before.
     pub fn bytes(&self) -> u64 {
-        if self.skip_text > 0 { self.text / 4 * 3 } else { self.bytes }
+        if self.skip_text > 0 { (self.text / 4 * 3).saturating_sub(self.skip_padding) } else { self.bytes }
     }
 
     /// Passes over all that is still to come.
@@ -75,7 +76,12 @@ impl Decoder {
         if self.skip_text != u64::MAX {
             self.skip_text -= skip;
         }
-        text = &text[skip as usize..];
+        let (skipped, rest) = text.split_at(skip as usize);
+        if !skipped.is_empty() {
+            let padding = skipped.iter().rev().take_while(|b| **b == b'=').count();
+            self.skip_padding = padding as u64 + if padding == skipped.len() { self.skip_padding } else { 0 };
+        }
+        text = rest;
         if text.is_empty() {
             return Ok(());
         }
@@ -136,11 +142,6 @@ impl Decoder {
         self.skip_bytes -= skip;
         out(&bytes[skip..])
     }
-}
-
-/// Whether a payload that starts with `bytes` (at least four) is a descriptor.
-pub fn is_descriptor(bytes: &[u8]) -> bool {
-    bytes.starts_with(&MAGIC)
 }
 
 #[cfg(test)]

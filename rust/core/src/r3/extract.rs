@@ -81,9 +81,28 @@ enum State {
 /// The longest key that matters.
 const KEY: usize = "routed_experts".len();
 
+/// Which payloads are taken out; others stay text.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// `routed_experts`.
+    pub routed_experts: bool,
+    /// `indexer_topk`.
+    pub indexer_topk: bool,
+}
+
+impl Wanted {
+    fn has(self, name: Name) -> bool {
+        match name {
+            Name::RoutedExperts => self.routed_experts,
+            Name::IndexerTopk => self.indexer_topk,
+        }
+    }
+}
+
 /// The scanner. Feed it with [`Self::step`] until each chunk is used up, then ask [`Self::complete`].
 #[derive(Debug)]
 pub struct Extract {
+    wanted: Wanted,
     stack: SmallVec<[Role; 8]>,
     /// Open containers inside the topmost `Other`.
     other: usize,
@@ -98,9 +117,11 @@ pub struct Extract {
     broken: bool,
 }
 
-impl Default for Extract {
-    fn default() -> Self {
+impl Extract {
+    /// At the start of a reply.
+    pub fn new(wanted: Wanted) -> Self {
         Self {
+            wanted,
             stack: SmallVec::new(),
             other: 0,
             state: State::Outside,
@@ -112,9 +133,7 @@ impl Default for Extract {
             broken: false,
         }
     }
-}
 
-impl Extract {
     /// The whole value was seen, and nothing of it was out of place.
     pub fn complete(&self) -> bool {
         self.started && !self.broken && self.stack.is_empty() && self.state == State::Outside
@@ -253,7 +272,7 @@ impl Extract {
         }
         self.started = true;
         if self.stack.last() == Some(&Role::Payloads) {
-            self.pending = Name::of(&self.key);
+            self.pending = Name::of(&self.key).filter(|n| self.wanted.has(*n));
         }
         self.state = State::Text { key: false };
     }
@@ -296,7 +315,7 @@ mod tests {
     /// Text with `<name:payload>` where a payload was.
     fn split(reply: &[u8], chunk: usize) -> (String, bool) {
         let mut out = Vec::new();
-        let mut extract = Extract::default();
+        let mut extract = Extract::new(Wanted { routed_experts: true, indexer_topk: true });
         for mut part in reply.chunks(chunk) {
             while let Some(piece) = extract.step(&mut part) {
                 match piece {

@@ -7,7 +7,7 @@ pub mod narrow;
 pub mod outline;
 pub mod rows;
 
-pub use extract::{Extract, Name, Piece};
+pub use extract::{Extract, Name, Piece, Wanted};
 
 /// How the numbers of a payload are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

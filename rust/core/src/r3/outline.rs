@@ -239,6 +239,17 @@ impl Outline {
     }
 }
 
+/// The elements of the list at `list` in `text`; empty when there is none.
+pub fn elements(text: &[u8], list: Span) -> Vec<Span> {
+    let mut spans = Vec::new();
+    let mut c = Cursor { bytes: &text[..list.end], pos: list.start };
+    let read = c.list::<Bad>(|c| {
+        spans.push(c.value()?);
+        Ok(())
+    });
+    if read.is_ok() { spans } else { Vec::new() }
+}
+
 fn name<'a>(c: &Cursor<'a>, key: Text) -> &'a [u8] {
     &c.bytes[key.span.start..key.span.end]
 }

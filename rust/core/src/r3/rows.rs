@@ -74,10 +74,11 @@ pub fn widths(prompt: u32, start: u32, prefill_len: u64, item: u64, row_items: O
 /// Decides the cut.
 ///
 /// # Errors
-/// `R3Mismatch` when no reading of the lengths fits the counts; `limit` is the number of rows expected and `measured` the number sent, for
-/// the leg at fault.
+/// `R3Mismatch` when no reading of the lengths fits the counts, or when two do that differ; `limit` is the number of rows expected and
+/// `measured` the number sent, for the leg at fault.
 pub fn cut(legs: &Legs) -> Result<Cut, Error> {
     let prompt = u64::from(legs.prompt);
+    let mut found: Option<Cut> = None;
     for prefill_from in starts(legs.start) {
         let prefill = span(prefill_from, prompt);
         for decode_from in starts(legs.decode_start) {
@@ -88,10 +89,26 @@ pub fn cut(legs: &Legs) -> Result<Cut, Error> {
             let prefill_rows = (prefill - prefill_skip.min(prefill)).min(total);
             let decode_rows = total - prefill_rows;
             let decode_skip = span(decode_from, until) - decode_rows;
-            return Ok(Cut { row, output, prefill_skip, prefill_rows, decode_skip, decode_rows });
+            let cut = Cut { row, output, prefill_skip, prefill_rows, decode_skip, decode_rows };
+            match found {
+                Some(other) if other != cut => return Err(ambiguous(legs, other.row, row)),
+                _ => found = Some(cut),
+            }
         }
     }
-    Err(mismatch(legs))
+    found.ok_or_else(|| mismatch(legs))
+}
+
+/// With a start of the client's own, small counts can fit both an engine that knows the field and one that does not.
+fn ambiguous(legs: &Legs, one: u64, other: u64) -> Error {
+    let message = format!(
+        "the lengths of the routed experts ({} and {} bytes) fit rows of {one} and of {other} bytes, so one cannot say which were sent",
+        legs.prefill_len, legs.decode_len
+    );
+    let mut e = Error::new(Kind::R3Mismatch, Source::Decode, message);
+    e.limit = Some(one as f64);
+    e.measured = Some(other as f64);
+    e.advise("once the router has seen a reply from row 0 on it knows the width")
 }
 
 /// The start that was asked for, and 0 for an engine that does not know the field.
@@ -116,7 +133,8 @@ fn row(legs: &Legs, prefill: u64, decode_from: u32) -> Option<(u64, u32)> {
         return None;
     }
     if let Some(output) = legs.output {
-        return (legs.decode_len == row * decode(output)).then_some((row, output));
+        let rows = decode(output);
+        return (legs.decode_len == row * rows && (row > 0 || rows == 0)).then_some((row, output));
     }
     // The reply does not say how many tokens came out: the rows do, and they must be a number that can be.
     let sent = if row == 0 { 0 } else { divide(legs.decode_len, row).or((legs.decode_len == 0).then_some(0))? };
@@ -222,6 +240,17 @@ mod tests {
         // A row is a whole number of items.
         assert!(cut(&Legs { prefill_len: 5 * 6, decode_len: 7 * 6, ..legs() }).is_err());
         assert!(cut(&Legs { row_items: Some(8), ..legs() }).is_err());
+    }
+
+    #[test]
+    fn lengths_that_can_be_read_two_ways_are_refused_unless_the_width_is_known() {
+        // One row of 24 bytes from row 5 on, or six of 4 from row 0 on?
+        let two = Legs { start: 5, decode_start: 5, prefill_len: 0, output: Some(2), decode_len: 24, ..legs() };
+        assert_eq!(cut(&two).unwrap_err().kind, Kind::R3Mismatch);
+        let c = cut(&Legs { row_items: Some(1), ..two }).unwrap();
+        assert_eq!((c.row, c.decode_skip, c.decode_rows), (4, 5, 1));
+        let c = cut(&Legs { row_items: Some(6), ..two }).unwrap();
+        assert_eq!((c.row, c.decode_skip, c.decode_rows), (24, 0, 1));
     }
 
     #[test]

@@ -1,5 +1,15 @@
 //! Replies on the way out: what prefill alone knows is merged into what decode sends, and replies of split requests are joined.
 //! Nothing is parsed into a tree and nothing is held but the rows, narrow, in the arena.
+mod intake;
+mod json;
+mod place;
+mod prefill;
+mod read;
+mod reference;
+mod resolve;
+mod rope;
+mod weave;
+
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
@@ -7,11 +17,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http_body::{Body, Frame, SizeHint};
+use http_body::{Body, Frame};
 use r3router_core::error::Error;
 use r3router_core::wire::{Facts, Route};
 
 use crate::store::Arena;
+
+pub use json::Merged;
+pub use prefill::PrefillPart;
 
 /// What of an attempt's replies has to be merged, and how the legs were asked.
 #[derive(Clone, Debug)]
@@ -81,17 +94,6 @@ impl Plan {
     }
 }
 
-/// What prefill's reply gives to the merge. Dropping it gives its arena bytes back.
-#[derive(Debug)]
-pub struct PrefillPart {
-    /// `prompt_tokens` as the engine counted them.
-    pub prompt_tokens: Option<u32>,
-    /// `cached_tokens`.
-    pub cached_tokens: Option<u32>,
-    /// Bytes of the reply.
-    pub bytes: u64,
-}
-
 /// Figures of a merge, for the log line and the metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Account {
@@ -113,37 +115,6 @@ pub struct Account {
     pub engine_error: bool,
 }
 
-/// A reply ready to be sent: everything is checked. A body with an exact length.
-#[derive(Debug)]
-pub struct Merged {
-    /// Figures.
-    pub account: Account,
-}
-
-impl Merged {
-    /// The exact `content-length`.
-    pub fn content_length(&self) -> u64 {
-        todo!()
-    }
-}
-
-impl Body for Merged {
-    type Data = Bytes;
-    type Error = Error;
-
-    fn poll_frame(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        todo!()
-    }
-
-    fn is_end_stream(&self) -> bool {
-        todo!()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.content_length())
-    }
-}
-
 /// Reads prefill's reply (a 2xx; non-streaming JSON) to its end. Rows go to the arena as they come.
 ///
 /// # Errors
@@ -153,8 +124,7 @@ where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::fmt::Display,
 {
-    let _ = (body, content_length, plan, arena);
-    todo!()
+    prefill::read(body, content_length, plan, arena).await
 }
 
 /// Reads decode's reply (a 2xx; non-streaming JSON) and merges prefill's part into it. Nothing is handed out before all is checked.
@@ -162,14 +132,20 @@ where
 ///
 /// # Errors
 /// As [`read_prefill`], and what `prefill` fails with.
-pub async fn merge_json<B, F>(body: B, content_length: Option<u64>, prefill: F, plan: &Plan, arena: &Arena) -> Result<Merged, Error>
+pub async fn merge_json<B, F>(
+    body: B,
+    content_length: Option<u64>,
+    prefill: F,
+    plan: &Plan,
+    arena: &Arena,
+) -> Result<Merged, Error>
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::fmt::Display,
     F: Future<Output = Result<PrefillPart, Error>>,
 {
-    let _ = (body, content_length, prefill, plan, arena);
-    todo!()
+    let _ = content_length;
+    json::merge(body, prefill, plan, arena).await
 }
 
 /// Joins the merged replies of a split request, in the order of its sub-requests, to the one reply that an engine would give:

@@ -1,0 +1,313 @@
+//! One leg's reply as it comes in: small text aside, payloads decoded into the arena.
+use std::sync::Arc;
+
+use bytes::Bytes;
+use r3router_core::error::{Error, Kind, Source};
+use r3router_core::r3::decode::{Decoder, NotBase64};
+use r3router_core::r3::descriptor::{Descriptor, MAX_LEN, TEXT_PREFIX};
+use r3router_core::r3::{Dtype, Extract, Name, Piece, Wanted};
+
+use crate::store::{Arena, Rows};
+
+/// A payload that has ended.
+#[derive(Debug)]
+pub(super) struct Payload {
+    pub(super) name: Name,
+    /// Where it was in the small text: just behind its opening quote.
+    pub(super) at: usize,
+    /// Its base64 text, bytes.
+    pub(super) text: u64,
+    /// Its bytes, before base64, those that were passed over included.
+    pub(super) len: u64,
+    /// Bytes of it before the first that is held.
+    pub(super) from: u64,
+    pub(super) held: Held,
+    /// Bytes at its end that are no whole number.
+    pub(super) tail: Vec<u8>,
+}
+
+impl Payload {
+    /// Reads the numbers as `declared`, what the reply says they are (int32 when it does not say); it may say so behind them.
+    pub(super) fn settle(&mut self, declared: Option<Dtype>) -> Result<(), Error> {
+        let declared = declared.unwrap_or(Dtype::I32);
+        let Held::Rows(rows) = &mut self.held else { return Ok(()) };
+        if rows.wire() == declared {
+            return Ok(());
+        }
+        if let Some(old) = Arc::get_mut(rows) {
+            *rows = Arc::new(old.reinterpret(declared, &self.tail)?);
+            self.tail.clear();
+        }
+        Ok(())
+    }
+}
+
+/// What is held of a payload.
+#[derive(Debug)]
+pub(super) enum Held {
+    Rows(Arc<Rows>),
+    /// It was a descriptor: the rows are somewhere else.
+    Elsewhere(Descriptor),
+}
+
+/// How a payload is to be read.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Begin {
+    /// Bytes to pass over by position.
+    pub(super) skip: u64,
+    /// When more bytes than this come behind `skip`, the engine did not obey its start: as many bytes as `surplus` more are given up.
+    pub(super) limit: Option<u64>,
+    pub(super) surplus: u64,
+    pub(super) wire: Dtype,
+    /// About how many numbers will be held, 0 when unknown.
+    pub(super) hint: usize,
+    /// Hold nothing at all: it will not be used.
+    pub(super) discard: bool,
+}
+
+impl Default for Begin {
+    fn default() -> Self {
+        Self { skip: 0, limit: None, surplus: 0, wire: Dtype::I32, hint: 0, discard: false }
+    }
+}
+
+/// Where bytes of a payload go.
+#[derive(Debug)]
+struct Sink {
+    rows: Rows,
+    /// Bytes that are no whole number yet.
+    carry: [u8; 4],
+    carried: usize,
+    /// Bytes that came, and how many of them were given up.
+    came: u64,
+    given_up: u64,
+    begin: Begin,
+}
+
+/// Either a fault of the text or of the arena.
+enum Fault {
+    Text(NotBase64),
+    Arena(Error),
+}
+
+impl From<NotBase64> for Fault {
+    fn from(e: NotBase64) -> Self {
+        Self::Text(e)
+    }
+}
+
+impl Sink {
+    fn push(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+        self.came += bytes.len() as u64;
+        let size = self.begin.wire.size();
+        if self.carried > 0 {
+            let take = (size - self.carried).min(bytes.len());
+            self.carry[self.carried..self.carried + take].copy_from_slice(&bytes[..take]);
+            self.carried += take;
+            bytes = &bytes[take..];
+            if self.carried < size {
+                return Ok(());
+            }
+            self.carried = 0;
+            let number = self.carry;
+            self.rows.push(&number[..size])?;
+        }
+        let whole = bytes.len() / size * size;
+        self.rows.push(&bytes[..whole])?;
+        self.carry[..bytes.len() - whole].copy_from_slice(&bytes[whole..]);
+        self.carried = bytes.len() - whole;
+        if self.begin.limit.is_some_and(|limit| self.came > limit) {
+            // Whatever came so far is from before the start that was asked for.
+            let drop = (self.begin.surplus - self.given_up).min(self.rows.items() * size as u64) / size as u64;
+            self.rows.discard_front(drop);
+            self.given_up += drop * size as u64;
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+enum Current {
+    /// The first bytes of its text, until it is known what it is.
+    Head(Vec<u8>, Begin),
+    Rows(Decoder, Sink),
+    Descriptor(Vec<u8>),
+}
+
+/// What [`Intake::feed`] stopped at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fed {
+    /// The input is used up.
+    All,
+    /// A payload starts: call [`Intake::begin`], then feed on.
+    Opened(Name),
+}
+
+/// A reply that comes in.
+#[derive(Debug)]
+pub(super) struct Intake {
+    arena: Arena,
+    source: Source,
+    worker: Arc<str>,
+    extract: Extract,
+    wanted: Wanted,
+    pub(super) text: Vec<u8>,
+    pub(super) payloads: Vec<Payload>,
+    current: Option<(Name, usize, u64, Current)>,
+    /// Bytes of the reply so far.
+    pub(super) bytes: u64,
+    /// Text bytes of payloads so far.
+    pub(super) payload_text: u64,
+}
+
+impl Intake {
+    pub(super) fn new(wanted: Wanted, source: Source, worker: Arc<str>, arena: &Arena) -> Self {
+        Self {
+            arena: arena.clone(),
+            source,
+            worker,
+            extract: Extract::new(wanted),
+            wanted,
+            text: Vec::new(),
+            payloads: Vec::new(),
+            current: None,
+            bytes: 0,
+            payload_text: 0,
+        }
+    }
+
+    /// Starts on the next JSON value of a stream; the text goes on.
+    pub(super) fn restart(&mut self) {
+        self.extract = Extract::new(self.wanted);
+    }
+
+    /// Whether the JSON value is whole.
+    pub(super) fn complete(&self) -> bool {
+        self.extract.complete()
+    }
+
+    /// Takes in as much of `input` as it can.
+    pub(super) fn feed(&mut self, input: &mut &[u8]) -> Result<Fed, Error> {
+        let before = input.len();
+        loop {
+            let Some(piece) = self.extract.step(input) else { break };
+            match piece {
+                Piece::Text(text) => self.text.extend_from_slice(text),
+                Piece::Open(name) => {
+                    self.bytes += (before - input.len()) as u64;
+                    return Ok(Fed::Opened(name));
+                }
+                Piece::Payload(text) => self.payload(text)?,
+                Piece::Close => self.close()?,
+            }
+        }
+        self.bytes += (before - input.len()) as u64;
+        Ok(Fed::All)
+    }
+
+    /// Says how the payload that has just started is to be read.
+    pub(super) fn begin(&mut self, name: Name, begin: Begin) {
+        self.current = Some((name, self.text.len(), 0, Current::Head(Vec::new(), begin)));
+    }
+
+    fn fault(&self, e: Error) -> Error {
+        if self.worker.is_empty() { e } else { e.at_worker(&*self.worker) }
+    }
+
+    fn not_base64(&self, name: Name, at: u64) -> Error {
+        let mut e = Error::new(Kind::R3Mismatch, self.source, format!("{} is not base64, near byte {at} of it", name.key()));
+        e.measured = Some(at as f64);
+        self.fault(e)
+    }
+
+    fn payload(&mut self, mut text: &[u8]) -> Result<(), Error> {
+        self.payload_text += text.len() as u64;
+        let Some((name, _, seen, current)) = &mut self.current else { return Ok(()) };
+        let name = *name;
+        *seen += text.len() as u64;
+        if let Current::Head(head, begin) = current {
+            let take = (TEXT_PREFIX.len() - head.len()).min(text.len());
+            head.extend_from_slice(&text[..take]);
+            text = &text[take..];
+            if head.len() < TEXT_PREFIX.len() {
+                return Ok(());
+            }
+            let (head, begin) = (std::mem::take(head), *begin);
+            if head == TEXT_PREFIX {
+                *current = Current::Descriptor(head);
+            } else {
+                *current = start(&self.arena, begin);
+                self.rows(name, &head)?;
+            }
+        }
+        match &mut self.current {
+            Some((_, _, _, Current::Descriptor(all))) => {
+                if all.len() + text.len() > MAX_LEN / 3 * 4 + 4 {
+                    let e = Error::new(Kind::R3Mismatch, self.source, "the R3 descriptor is too long")
+                        .with_limit(MAX_LEN as f64, (all.len() + text.len()) as f64);
+                    return Err(self.fault(e));
+                }
+                all.extend_from_slice(text);
+                Ok(())
+            }
+            Some((_, _, _, Current::Rows(..))) => self.rows(name, text),
+            _ => Ok(()),
+        }
+    }
+
+    fn rows(&mut self, name: Name, text: &[u8]) -> Result<(), Error> {
+        let Some((_, _, _, Current::Rows(decoder, sink))) = &mut self.current else { return Ok(()) };
+        let pushed = decoder.push(text, |bytes| sink.push(bytes).map_err(Fault::Arena));
+        pushed.map_err(|fault| match fault {
+            Fault::Text(NotBase64(at)) => self.not_base64(name, at),
+            Fault::Arena(e) => e,
+        })
+    }
+
+    fn close(&mut self) -> Result<(), Error> {
+        if let Some((name, _, _, Current::Head(head, begin))) = &mut self.current {
+            // Shorter than any descriptor.
+            let (name, head, begin) = (*name, std::mem::take(head), *begin);
+            if let Some((_, _, _, current)) = &mut self.current {
+                *current = start(&self.arena, begin);
+            }
+            self.rows(name, &head)?;
+        }
+        let Some((name, at, text, current)) = self.current.take() else { return Ok(()) };
+        let mut tail = Vec::new();
+        let (len, from, held) = match current {
+            Current::Rows(decoder, sink) => {
+                decoder.finish().map_err(|NotBase64(at)| self.not_base64(name, at))?;
+                tail.extend_from_slice(&sink.carry[..sink.carried]);
+                (decoder.bytes(), sink.begin.skip + sink.given_up, Held::Rows(Arc::new(sink.rows)))
+            }
+            Current::Descriptor(text) => {
+                let bytes = base64_simd::STANDARD.decode_to_vec(&text).map_err(|_| self.not_base64(name, 0))?;
+                let mut descriptor = Descriptor::decode(&bytes).map_err(|mut e| {
+                    e.source = self.source;
+                    self.fault(e)
+                })?;
+                let row = u64::from(descriptor.layers) * u64::from(descriptor.top_k) * descriptor.dtype.size() as u64;
+                descriptor.uri.shrink_to_fit();
+                (u64::from(descriptor.rows) * row, 0, Held::Elsewhere(descriptor))
+            }
+            Current::Head(..) => return Ok(()),
+        };
+        self.payloads.push(Payload { name, at, text, len, from, held, tail });
+        Ok(())
+    }
+
+    /// The text so far, which starts anew; offsets of payloads count from the same point.
+    pub(super) fn take_text(&mut self) -> Bytes {
+        Bytes::from(std::mem::take(&mut self.text))
+    }
+}
+
+fn start(arena: &Arena, begin: Begin) -> Current {
+    let mut decoder = Decoder::skipping(begin.skip);
+    if begin.discard {
+        decoder.skip_rest();
+    }
+    let rows = Rows::new(arena, begin.wire, begin.hint);
+    Current::Rows(decoder, Sink { rows, carry: [0; 4], carried: 0, came: 0, given_up: 0, begin })
+}

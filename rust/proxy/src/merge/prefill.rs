@@ -1,0 +1,110 @@
+//! Prefill's reply: what of it the merge needs, and nothing else.
+use bytes::Bytes;
+use http_body::Body;
+use r3router_core::error::{Error, Kind, Source};
+use r3router_core::r3::outline::Outline;
+use r3router_core::r3::{Name, Wanted};
+
+use super::Plan;
+use super::intake::{Begin, Fed, Intake, Payload};
+use super::place::{Place, payload};
+use super::read::next;
+
+/// What prefill's reply gives to the merge. Dropping it gives its arena bytes back.
+#[derive(Debug, Default)]
+pub struct PrefillPart {
+    /// `prompt_tokens` as the engine counted them.
+    pub prompt_tokens: Option<u32>,
+    /// `cached_tokens`.
+    pub cached_tokens: Option<u32>,
+    /// Bytes of the reply.
+    pub bytes: u64,
+    /// Text bytes of its payloads.
+    pub(super) payload_text: u64,
+    pub(super) text: Bytes,
+    pub(super) outline: Outline,
+    pub(super) payloads: Vec<Payload>,
+}
+
+impl PrefillPart {
+    /// The payload for a place of decode's reply.
+    pub(super) fn payload(&self, element: usize, place: Place, name: Name) -> Option<&Payload> {
+        let e = self.outline.elements.get(element)?;
+        let at = |place: Place| payload(&self.payloads, name, place.of(e).and_then(|m| m.payload(name)));
+        at(place).or_else(|| {
+            // A streamed reply may carry at response level what a whole one carries in its only choice.
+            let mut found = Place::all(e).filter_map(at);
+            found.next().filter(|_| found.next().is_none())
+        })
+    }
+}
+
+/// See [`super::read_prefill`].
+pub(super) async fn read<B>(
+    mut body: B,
+    content_length: Option<u64>,
+    plan: &Plan,
+    arena: &crate::store::Arena,
+) -> Result<PrefillPart, Error>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: std::fmt::Display,
+{
+    let mut intake = Intake::new(plan.wanted(), Source::Prefill, plan.prefill.clone(), arena);
+    while let Some(chunk) = next(&mut body, Source::Prefill, plan).await? {
+        let mut input = &chunk[..];
+        while let Fed::Opened(name) = intake.feed(&mut input)? {
+            // What is left of the reply bounds the numbers: four text bytes are three bytes, four bytes are a number.
+            let left = content_length.map_or(0, |len| len.saturating_sub(intake.bytes));
+            let hint = usize::try_from(left / 4 * 3 / 4).unwrap_or(0);
+            intake.begin(name, Begin { hint, ..Begin::default() });
+        }
+    }
+    finish(intake, plan)
+}
+
+fn finish(mut intake: Intake, plan: &Plan) -> Result<PrefillPart, Error> {
+    let text = intake.take_text();
+    if !intake.complete() {
+        return Err(cut_short(Source::Prefill, plan, intake.bytes));
+    }
+    let outline = Outline::read(&text, Source::Prefill).map_err(|e| super::resolve::at(plan, e))?;
+    settle(&mut intake.payloads, &outline)?;
+    let first = outline.elements.first();
+    let cached = first.and_then(|e| e.metas().find_map(|m| m.cached_tokens));
+    Ok(PrefillPart {
+        prompt_tokens: first.and_then(r3router_core::r3::outline::Element::prompt_tokens),
+        cached_tokens: cached,
+        bytes: intake.bytes,
+        payload_text: intake.payload_text,
+        text,
+        outline,
+        payloads: intake.payloads,
+    })
+}
+
+/// Reads every payload as the dtype that its object names.
+pub(super) fn settle(payloads: &mut [Payload], outline: &Outline) -> Result<(), Error> {
+    for e in &outline.elements {
+        for meta in Place::all(e).filter_map(|p| p.of(e)) {
+            let at = meta.routed_experts.map(|m| m.value.start + 1);
+            for p in payloads.iter_mut().filter(|p| p.name == Name::RoutedExperts && Some(p.at) == at) {
+                p.settle(meta.dtype)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A reply ended before its JSON did.
+pub(super) fn cut_short(source: Source, plan: &Plan, bytes: u64) -> Error {
+    let mut e = Error::new(Kind::EngineProtocol, source, "the engine's reply is no whole JSON value");
+    e.measured = Some(bytes as f64);
+    super::resolve::at(plan, e)
+}
+
+impl Plan {
+    pub(super) fn wanted(&self) -> Wanted {
+        Wanted { routed_experts: self.routed_experts, indexer_topk: self.indexer_topk }
+    }
+}

@@ -1,0 +1,142 @@
+//! A reply that goes out: small text, and rows that are encoded again tile by tile at their places in it.
+use std::sync::Arc;
+
+use bytes::Bytes;
+use r3router_core::r3::decode::{TILE, text_len};
+
+use crate::store::{Reader, Rows};
+
+/// Numbers `[from, from + items)` of some rows.
+#[derive(Clone, Debug)]
+pub(super) struct Range {
+    pub(super) rows: Arc<Rows>,
+    pub(super) from: u64,
+    pub(super) items: u64,
+}
+
+/// A merged payload: prefill's rows, then decode's, as one base64 text.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Spliced {
+    pub(super) ranges: Vec<Range>,
+}
+
+impl Spliced {
+    fn bytes(&self) -> u64 {
+        self.ranges.iter().map(|r| r.items * r.rows.wire().size() as u64).sum()
+    }
+
+    /// Length of its text.
+    pub(super) fn len(&self) -> u64 {
+        text_len(self.bytes())
+    }
+}
+
+/// Text with payloads at offsets of it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Rope {
+    pub(super) text: Bytes,
+    /// Ascending.
+    pub(super) holes: Vec<(usize, Spliced)>,
+}
+
+impl Rope {
+    pub(super) fn len(&self) -> u64 {
+        self.text.len() as u64 + self.holes.iter().map(|(_, s)| s.len()).sum::<u64>()
+    }
+}
+
+/// Puts ropes together from pieces of others.
+#[derive(Debug, Default)]
+pub(super) struct Weaver {
+    text: Vec<u8>,
+    holes: Vec<(usize, Spliced)>,
+}
+
+impl Weaver {
+    pub(super) fn text(&mut self, text: &[u8]) {
+        self.text.extend_from_slice(text);
+    }
+
+    pub(super) fn payload(&mut self, payload: Spliced) {
+        self.holes.push((self.text.len(), payload));
+    }
+
+    /// Bytes `[from, to)` of `rope`'s text with the payloads between.
+    pub(super) fn slice(&mut self, rope: &Rope, from: usize, to: usize) {
+        let shift = self.text.len();
+        let inside = rope.holes.iter().filter(|(at, _)| (from..to).contains(at));
+        self.holes.extend(inside.map(|(at, s)| (at - from + shift, s.clone())));
+        self.text.extend_from_slice(&rope.text[from..to]);
+    }
+
+    pub(super) fn finish(self) -> Rope {
+        Rope { text: Bytes::from(self.text), holes: self.holes }
+    }
+}
+
+/// Gives a rope out in chunks.
+#[derive(Debug, Default)]
+pub(super) struct Unwind {
+    text: Bytes,
+    at: usize,
+    holes: std::vec::IntoIter<(usize, Spliced)>,
+    next: Option<(usize, Spliced)>,
+    readers: std::vec::IntoIter<Reader>,
+    reader: Option<Reader>,
+    tile: Vec<u8>,
+    left: u64,
+}
+
+impl Unwind {
+    pub(super) fn new(rope: Rope) -> Self {
+        let left = rope.len();
+        let mut holes = rope.holes.into_iter();
+        let next = holes.next();
+        Self { text: rope.text, holes, next, left, ..Self::default() }
+    }
+
+    /// Bytes that are still to come.
+    pub(super) fn left(&self) -> u64 {
+        self.left
+    }
+
+    /// The next chunk, not empty.
+    pub(super) fn chunk(&mut self) -> Option<Bytes> {
+        loop {
+            if let Some(text) = self.encode() {
+                self.left -= text.len() as u64;
+                return Some(text);
+            }
+            let until = self.next.as_ref().map_or(self.text.len(), |(at, _)| *at);
+            if until > self.at {
+                let text = self.text.slice(self.at..until);
+                self.at = until;
+                self.left -= text.len() as u64;
+                return Some(text);
+            }
+            let (_, payload) = self.next.take()?;
+            self.next = self.holes.next();
+            let readers = payload.ranges.into_iter().map(|r| Reader::new(r.rows, r.from, r.items));
+            self.readers = readers.collect::<Vec<_>>().into_iter();
+            self.reader = self.readers.next();
+        }
+    }
+
+    /// One tile of the payload that is being encoded. Every tile but the last is a multiple of three bytes.
+    fn encode(&mut self) -> Option<Bytes> {
+        self.reader.as_ref()?;
+        self.tile.resize(TILE, 0);
+        let mut have = 0;
+        while let Some(reader) = &mut self.reader {
+            have += reader.fill(&mut self.tile[have..]);
+            if reader.left() > 0 {
+                break;
+            }
+            self.reader = self.readers.next();
+        }
+        if have == 0 {
+            return None;
+        }
+        Some(Bytes::from(base64_simd::STANDARD.encode_to_string(&self.tile[..have]).into_bytes()))
+    }
+}

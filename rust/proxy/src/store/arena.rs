@@ -1,0 +1,143 @@
+//! The byte budget and the memory that is taken from it.
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use memmap2::MmapMut;
+use r3router_core::error::{Error, Kind, Source};
+
+/// Granularity of memory, bytes. Maps are whole pages, so a charge is what the process really holds.
+const PAGE: usize = 4096;
+/// The smallest and the largest extent of rows. Larger arenas take larger ones, to stay far below the kernel's limit of 65,530 maps.
+const EXTENT_MIN: usize = 256 << 10;
+const EXTENT_MAX: usize = 4 << 20;
+/// Extents that a full arena has at most, unless the largest are too small for it.
+const EXTENTS: u64 = 16_384;
+
+/// A budget of R3 bytes. Clones share it.
+#[derive(Clone, Debug)]
+pub struct Arena {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    cap: u64,
+    used: AtomicU64,
+    peak: AtomicU64,
+}
+
+impl Arena {
+    /// An empty arena that never holds more than `cap` bytes.
+    pub fn new(cap: u64) -> Self {
+        Self { inner: Arc::new(Inner { cap, used: AtomicU64::new(0), peak: AtomicU64::new(0) }) }
+    }
+
+    /// The cap, bytes.
+    pub fn cap(&self) -> u64 {
+        self.inner.cap
+    }
+
+    /// Bytes held now.
+    pub fn used(&self) -> u64 {
+        self.inner.used.load(Ordering::Relaxed)
+    }
+
+    /// Most bytes ever held at once.
+    pub fn peak(&self) -> u64 {
+        self.inner.peak.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of one extent.
+    pub(super) fn extent(&self) -> usize {
+        let even = usize::try_from(self.inner.cap / EXTENTS).unwrap_or(EXTENT_MAX);
+        even.next_power_of_two().clamp(EXTENT_MIN, EXTENT_MAX)
+    }
+
+    /// Takes `bytes` off the budget for as long as the charge lives.
+    ///
+    /// # Errors
+    /// `R3ArenaTooSmall` with the cap and what would be held. It is worth a retry unless `bytes` alone are over the cap.
+    pub fn charge(&self, bytes: u64) -> Result<Charge, Error> {
+        let mut used = self.used();
+        loop {
+            let next = used.saturating_add(bytes);
+            if next > self.inner.cap {
+                return Err(self.full(bytes, next));
+            }
+            match self.inner.used.compare_exchange_weak(used, next, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => {
+                    self.inner.peak.fetch_max(next, Ordering::Relaxed);
+                    return Ok(Charge { arena: self.clone(), bytes });
+                }
+                Err(now) => used = now,
+            }
+        }
+    }
+
+    fn full(&self, bytes: u64, next: u64) -> Error {
+        let cap = self.inner.cap as f64;
+        let e = Error::new(Kind::R3ArenaTooSmall, Source::Router, "the R3 arena is full")
+            .with_limit(cap, next as f64)
+            .advise("give the router a larger R3 arena, or let fewer R3 requests run at once");
+        if bytes > self.inner.cap { e } else { e.with_status(503).retryable() }
+    }
+
+    /// Zeroed memory of at least `bytes` bytes, whole pages.
+    pub(super) fn map(&self, bytes: usize) -> Result<Memory, Error> {
+        let len = bytes.max(1).next_multiple_of(PAGE);
+        let charge = self.charge(len as u64)?;
+        let map = MmapMut::map_anon(len).map_err(|e| {
+            Error::new(Kind::Internal, Source::Router, format!("the system gave no memory for R3 rows: {e}"))
+                .with_limit(self.inner.cap as f64, self.used() as f64)
+        })?;
+        Ok(Memory { map, _charge: charge })
+    }
+}
+
+/// Bytes taken off a budget; dropping it gives them back.
+#[derive(Debug)]
+pub struct Charge {
+    arena: Arena,
+    bytes: u64,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.arena.inner.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// Charged memory. The map goes before the charge, so that the books never show less than is held.
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub(super) map: MmapMut,
+    _charge: Charge,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cap_holds_and_drops_give_back() {
+        let arena = Arena::new(10_000);
+        let one = arena.map(1).unwrap();
+        assert_eq!((arena.used(), one.map.len()), (4096, 4096));
+        let two = arena.charge(5904).unwrap();
+        assert_eq!((arena.used(), arena.peak()), (10_000, 10_000));
+        let e = arena.map(1).unwrap_err();
+        assert_eq!((e.kind, e.limit, e.measured, e.retryable), (Kind::R3ArenaTooSmall, Some(1e4), Some(14_096.0), true));
+        drop(one);
+        assert_eq!(arena.used(), 5904);
+        drop(two);
+        assert_eq!((arena.used(), arena.peak()), (0, 10_000));
+        assert!(!arena.charge(10_001).unwrap_err().retryable);
+    }
+
+    #[test]
+    fn extents_grow_with_the_arena() {
+        assert_eq!(Arena::new(1 << 30).extent(), 256 << 10);
+        assert_eq!(Arena::new(16 << 30).extent(), 1 << 20);
+        assert_eq!(Arena::new(1 << 40).extent(), 4 << 20);
+    }
+}
