@@ -43,6 +43,8 @@ pub(crate) struct Rank {
     pub(crate) report: Option<(Ns, RankReport)>,
     /// Attempts that are open here, or ended after the last report.
     pub(crate) attempts: Vec<usize>,
+    /// Reports in a row that showed nothing at all; a few are needed before load of others is surely forgotten.
+    pub(crate) empty_reports: u32,
     /// After an engine said that slots ran out with this many of ours on it.
     pub(crate) mamba_ran_out: Option<u32>,
 }
@@ -99,6 +101,20 @@ pub(crate) struct Waiting {
     pub(crate) since: Ns,
     /// Later new requests that were bound while this was the head of its key.
     pub(crate) overtaken: u32,
+}
+
+/// Whether a report shows no request and no token.
+fn is_empty(r: &RankReport) -> bool {
+    let nothing = |n: Option<u32>| n.is_none_or(|n| n == 0);
+    nothing(r.running)
+        && nothing(r.waiting_total)
+        && nothing(r.prealloc)
+        && nothing(r.transfer)
+        && nothing(r.retracted)
+        && nothing(r.bootstrap)
+        && nothing(r.inflight)
+        && r.used_tokens.is_none_or(|n| n == 0)
+        && r.waiting_uncached_tokens.is_none_or(|n| n == 0)
 }
 
 /// Everything that the harness holds against the router.
@@ -162,6 +178,7 @@ impl Book {
                 continue;
             }
             rank.report = Some((measured, report.clone()));
+            rank.empty_reports = if is_empty(report) { rank.empty_reports.saturating_add(1) } else { 0 };
             rank.mamba_ran_out = None;
             let attempts = std::mem::take(&mut rank.attempts);
             for attempt in &attempts {

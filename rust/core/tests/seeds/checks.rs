@@ -7,6 +7,9 @@ use crate::book::{Book, Violation, Waiting, broken};
 use crate::engines::Place;
 use crate::plan::Ns;
 
+/// Reports without load after which a rank is surely idle to the router.
+const EMPTY_REPORTS: u32 = 3;
+
 impl Book {
     /// What `submit` answered, before the request is put into the books.
     pub(crate) fn check_submit(&self, request: &Request, answer: Result<(), &Error>, now: Ns) -> Result<(), Violation> {
@@ -249,16 +252,6 @@ impl Book {
             return true;
         }
         let Some((_, r)) = rank.report.as_ref().filter(|_| self.fresh(place, now)) else { return false };
-        let nothing = |n: Option<u32>| n.is_none_or(|n| n == 0);
-        nothing(r.running)
-            && nothing(r.waiting_total)
-            && nothing(r.prealloc)
-            && nothing(r.transfer)
-            && nothing(r.retracted)
-            && nothing(r.bootstrap)
-            && nothing(r.inflight)
-            && r.used_tokens.is_none_or(|n| n == 0)
-            && r.waiting_uncached_tokens.is_none_or(|n| n == 0)
-            && r.mamba_free.is_none_or(|n| n >= per)
+        rank.empty_reports >= EMPTY_REPORTS && r.mamba_free.is_none_or(|n| n >= per)
     }
 }

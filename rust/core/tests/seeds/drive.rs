@@ -401,26 +401,31 @@ impl<R: Router> Run<'_, R> {
             return broken("truth", format!("engines hold {} requests that nobody waits for", self.engines.holds()));
         }
         let mut foreign = Vec::new();
-        for round in 0..2 {
-            self.now += SEC;
+        for busy in [true, false] {
             for worker in self.current.clone().into_iter().flatten() {
                 let decodes = self.book.workers[worker].role != r3router_core::topology::Role::Prefill;
                 for rank in 0..self.book.workers[worker].ranks.len() {
                     let (most, pool) = (self.engines.truth(worker).max_running, self.engines.truth(worker).pool);
-                    let busy = round == 0 && decodes && self.rng.percent(30);
-                    let rows = if busy { self.rng.range(0, u64::from(most)) as u32 } else { 0 };
+                    let some = busy && decodes && self.rng.percent(30);
+                    let rows = if some { self.rng.range(0, u64::from(most)) as u32 } else { 0 };
                     self.engines.foreign((worker, rank), rows, if rows > 0 { pool / 3 } else { 0 });
                     if rows > 0 {
                         foreign.push(((worker, rank), rows));
                     }
                 }
-                if self.book.workers[worker].facts.reports_load {
-                    let reports = self.engines.report(worker, self.now);
-                    self.handle(Event::Report(worker, reports))?;
-                }
             }
-            self.now += 1000;
-            self.poll()?;
+            // One report may be hidden by what is on its way; a few may not.
+            for _ in 0..4 {
+                self.now += SEC;
+                for worker in self.current.clone().into_iter().flatten() {
+                    if self.book.workers[worker].facts.reports_load {
+                        let reports = self.engines.report(worker, self.now);
+                        self.handle(Event::Report(worker, reports))?;
+                    }
+                }
+                self.now += 1000;
+                self.poll()?;
+            }
             self.book.check_quiet(&self.shown, &foreign)?;
             foreign.clear();
         }

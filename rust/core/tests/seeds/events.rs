@@ -86,7 +86,7 @@ impl<R: Router> Run<'_, R> {
             tainted: false,
             charged: 0,
             connect_failed: None,
-            ranks: vec![crate::book::Rank::default(); usize::from(planned.ranks)],
+            ranks: vec![crate::book::Rank { empty_reports: 3, ..Default::default() }; usize::from(planned.ranks)],
         });
         self.current[engine] = Some(worker);
         let first = self.rng.range(0, planned.every);

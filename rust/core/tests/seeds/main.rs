@@ -13,6 +13,7 @@ mod faults;
 mod loads;
 mod mutants;
 mod plan;
+mod regressions;
 mod rng;
 mod router;
 mod views;
@@ -27,6 +28,43 @@ use crate::plan::Plan;
 const SEEDS: u64 = 10_000;
 /// Lines of a trace that a failure prints.
 const TRACE_LINES: usize = 40;
+
+/// Seeds that must reach everything in [`REACHED`].
+const ENOUGH_TO_REACH_ALL: u64 = 2000;
+/// What the runs must come across, or the checks on it mean nothing.
+const REACHED: &[&str] = &[
+    "bound",
+    "completed",
+    "rejected",
+    "retry",
+    "removed",
+    "dropped permit",
+    "left while waiting",
+    "left while bound",
+    "delivery deadline",
+    "queue_full",
+    "queue_timeout",
+    "too_large_for_fleet",
+    "r3_arena_too_small",
+    "no_available_workers",
+    "failed: connect",
+    "failed: reset",
+    "failed: server",
+    "failed: overloaded",
+    "failed: transfer",
+    "failed: mamba",
+    "failed: deadline",
+    "fault: dies",
+    "fault: rank hangs",
+    "fault: silent",
+    "fault: late",
+    "fault: lies",
+    "fault: foreign",
+    "fault: retracts",
+    "fault: drains",
+    "fault: pauses",
+    "fault: retold",
+];
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()
@@ -85,4 +123,18 @@ fn every_promise_holds_at_every_step_of_every_seed() {
         text.push_str(&explain(*seed, *steps, TRACE_LINES));
     }
     assert!(failures.is_empty(), "{text}");
+    if count >= ENOUGH_TO_REACH_ALL {
+        let missed: Vec<_> = REACHED.iter().filter(|what| !total.events.contains_key(**what)).collect();
+        assert!(missed.is_empty(), "{count} seeds never reached {missed:?}: {:?}", total.events);
+    }
+}
+
+#[test]
+fn a_seed_runs_the_same_twice() {
+    for seed in 0..100 {
+        let plan = Plan::from_seed(seed);
+        let (first, second) = (run(&plan, false, |core| core), run(&plan, false, |core| core));
+        assert_eq!(first.tally.digest, second.tally.digest, "seed {seed}");
+        assert_eq!(first.tally.steps, second.tally.steps, "seed {seed}");
+    }
 }
