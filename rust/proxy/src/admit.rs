@@ -196,9 +196,14 @@ impl Gate {
         self.change(|inner, now| inner.admission.delivered(permit, now));
     }
 
-    /// One leg's engine is done with it.
-    pub fn leg_ended(&self, permit: &Permit, role: Role) {
-        self.change(|inner, now| inner.admission.leg_ended(permit, role, now));
+    /// One leg's engine is done with it; `delivers` says that its end is also the news that the KV has arrived.
+    pub fn leg_ended(&self, permit: &Permit, role: Role, delivers: bool) {
+        self.change(|inner, now| {
+            if delivers {
+                inner.admission.delivered(permit, now);
+            }
+            inner.admission.leg_ended(permit, role, now);
+        });
     }
 
     /// `bytes` of R3 text left an engine in `took`.

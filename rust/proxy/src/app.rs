@@ -1,0 +1,86 @@
+//! What every part of a running router shares.
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::HeaderValue;
+use r3router_core::error::{Error, Kind, Source};
+use tokio::runtime::Handle;
+
+use crate::admit::Gate;
+use crate::clock::Clock;
+use crate::drain::Drain;
+use crate::live::Live;
+use crate::metrics::Metrics;
+use crate::rows::RowWidths;
+use crate::settings::Settings;
+use crate::store::Arena;
+use crate::workers::Registry;
+
+/// How long a connect to an engine may take: a live host answers within a round trip.
+pub const CONNECT: Duration = Duration::from_secs(5);
+
+/// See the module's text.
+#[derive(Debug)]
+pub struct App {
+    /// How the router is set.
+    pub settings: Settings,
+    /// Its clock.
+    pub clock: Clock,
+    /// The admission.
+    pub gate: Arc<Gate>,
+    /// The engines.
+    pub registry: Registry,
+    /// The edge's counters.
+    pub metrics: Metrics,
+    /// R3 rows that wait for their other half.
+    pub arena: Arena,
+    /// Requests in work, by the ids that clients abort them by.
+    pub live: Live,
+    /// R3 row widths learned from replies.
+    pub rows: RowWidths,
+    /// Whether the router takes new work.
+    pub drain: Drain,
+    /// The runtime, for work that outlives the request that causes it.
+    pub runtime: Handle,
+    /// `Bearer key` that clients must send.
+    pub client_key: Option<HeaderValue>,
+    /// `Bearer key` for engines that have none of their own.
+    pub worker_key: Option<HeaderValue>,
+}
+
+impl App {
+    /// A router without workers. Must be called inside a runtime.
+    ///
+    /// # Errors
+    /// `InvalidField` when a key cannot stand in a header.
+    pub fn new(settings: Settings) -> Result<Arc<Self>, Error> {
+        let bearer = |key: &Option<crate::settings::Secret>, flag: &str| {
+            key.as_ref()
+                .map(|key| {
+                    let mut value = HeaderValue::from_str(&format!("Bearer {}", key.reveal())).map_err(|_| {
+                        Error::new(Kind::InvalidField, Source::Client, format!("{flag} has characters that no header takes"))
+                    })?;
+                    value.set_sensitive(true);
+                    Ok::<_, Error>(value)
+                })
+                .transpose()
+        };
+        let client_key = bearer(&settings.api_key, "--api-key")?;
+        let worker_key = bearer(&settings.worker_api_key, "--worker-api-key")?;
+        let clock = Clock::start();
+        Ok(Arc::new(Self {
+            clock,
+            gate: Gate::new(settings.admission_config(rand::random()), clock),
+            registry: Registry::default(),
+            metrics: Metrics::default(),
+            arena: Arena::new(settings.r3_arena_bytes),
+            live: Live::default(),
+            rows: RowWidths::default(),
+            drain: Drain::default(),
+            runtime: Handle::current(),
+            client_key,
+            worker_key,
+            settings,
+        }))
+    }
+}

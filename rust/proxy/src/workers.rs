@@ -1,0 +1,302 @@
+//! The registered engines: one entry per engine process address, whatever spelling it was named by, and its state from
+//! pending to active, failed or removed.
+use std::sync::Arc;
+use std::time::Instant;
+
+use http::HeaderValue;
+use parking_lot::{Mutex, RwLock};
+use r3router_core::error::{Error, Kind, Source};
+use r3router_core::topology::Role;
+use serde_json::{Map, Value};
+use tokio::sync::{Notify, watch};
+
+use crate::address::Address;
+use crate::probe::Found;
+use crate::worker::Worker;
+
+/// Where an entry stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Not answering yet.
+    Pending,
+    /// In choice.
+    Active,
+    /// Was active, does not answer now; it is looked at until it comes back.
+    Down,
+    /// Given up. Registering it again starts anew.
+    Failed,
+    /// Deleted.
+    Removed,
+}
+
+impl Phase {
+    /// The name that the API shows.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Pending => "pending",
+            Self::Active => "active",
+            Self::Down => "down",
+            Self::Failed => "failed",
+            Self::Removed => "removed",
+        }
+    }
+}
+
+/// What a registration says.
+#[derive(Clone, Debug)]
+pub struct Registration {
+    /// Where it listens.
+    pub address: Address,
+    /// The URL as it was written, without a trailing slash; lists show it.
+    pub shown: Arc<str>,
+    /// What it does.
+    pub role: Role,
+    /// Port of its bootstrap server, when named.
+    pub bootstrap_port: Option<u16>,
+    /// `Bearer key` of its own.
+    pub key: Option<HeaderValue>,
+    /// Whether it is health-checked.
+    pub health_checks: bool,
+    /// `model_id`, `labels`, `priority`, `cost`: kept and shown, no decision uses them.
+    pub extra: Map<String, Value>,
+}
+
+/// What is known of an entry now.
+#[derive(Clone, Debug)]
+pub struct State {
+    /// Where it stands.
+    pub phase: Phase,
+    /// Why, for a person.
+    pub message: String,
+    /// The running generation.
+    pub worker: Option<Arc<Worker>>,
+    /// What the last probe found.
+    pub found: Option<Arc<Found>>,
+    /// Whether health checks have taken it out of choice.
+    pub ejected: bool,
+    /// When the phase was entered.
+    pub since: Instant,
+}
+
+/// A registered engine.
+#[derive(Debug)]
+pub struct Entry {
+    /// Id in the API, for as long as it is registered.
+    pub id: String,
+    /// What was registered.
+    pub registration: Registration,
+    /// Told when the keeper should look at once.
+    pub look: Arc<Notify>,
+    state: Mutex<State>,
+    phase: watch::Sender<Phase>,
+}
+
+impl Entry {
+    /// What is known now.
+    pub fn state(&self) -> State {
+        self.state.lock().clone()
+    }
+
+    /// Where it stands.
+    pub fn phase(&self) -> Phase {
+        self.state.lock().phase
+    }
+
+    /// The running generation, when it is active.
+    pub fn active(&self) -> Option<Arc<Worker>> {
+        let state = self.state.lock();
+        state.worker.clone().filter(|_| state.phase == Phase::Active)
+    }
+
+    /// Whether it is active and not taken out by health checks.
+    pub fn healthy(&self) -> bool {
+        let state = self.state.lock();
+        state.phase == Phase::Active && !state.ejected
+    }
+
+    /// Changes of the phase.
+    pub fn watch(&self) -> watch::Receiver<Phase> {
+        self.phase.subscribe()
+    }
+
+    /// Changes the state, unless the entry was removed: removal is final. Returns whether it was changed.
+    pub fn change(&self, change: impl FnOnce(&mut State)) -> bool {
+        let mut state = self.state.lock();
+        if state.phase == Phase::Removed {
+            return false;
+        }
+        let before = state.phase;
+        change(&mut state);
+        let after = state.phase;
+        if after != before {
+            state.since = Instant::now();
+            let url = &*self.registration.shown;
+            tracing::info!(worker = url, from = before.name(), to = after.name(), why = %state.message, "worker");
+        }
+        drop(state);
+        self.phase.send_replace(after);
+        true
+    }
+}
+
+/// See the module's text.
+#[derive(Debug, Default)]
+pub struct Registry {
+    entries: RwLock<Vec<Arc<Entry>>>,
+}
+
+/// A role that both modes share.
+pub fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Regular => "regular",
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+    }
+}
+
+impl Registry {
+    /// Registers an engine. The same address and role again is the same entry (`false`); a failed one is started anew (`true`).
+    ///
+    /// # Errors
+    /// `InvalidField` with 409 when the address is registered for another role.
+    pub fn add(&self, registration: Registration) -> Result<(Arc<Entry>, bool), Error> {
+        let mut entries = self.entries.write();
+        if let Some(at) = entries.iter().position(|e| e.registration.address.url == registration.address.url) {
+            let Some(entry) = entries.get(at) else { return Err(internal()) };
+            if entry.registration.role != registration.role {
+                return Err(Error::new(
+                    Kind::InvalidField,
+                    Source::Client,
+                    format!("{} is registered as {}", entry.registration.shown, role_name(entry.registration.role)),
+                )
+                .with_status(409)
+                .advise("delete it first, with DELETE /workers/{id}"));
+            }
+            if entry.phase() != Phase::Failed {
+                return Ok((Arc::clone(entry), false));
+            }
+            entries.remove(at);
+        }
+        let (phase, _) = watch::channel(Phase::Pending);
+        let entry = Arc::new(Entry {
+            id: new_id(),
+            registration,
+            look: Arc::new(Notify::new()),
+            state: Mutex::new(State {
+                phase: Phase::Pending,
+                message: "not asked yet".to_owned(),
+                worker: None,
+                found: None,
+                ejected: false,
+                since: Instant::now(),
+            }),
+            phase,
+        });
+        entries.push(Arc::clone(&entry));
+        Ok((entry, true))
+    }
+
+    /// Takes an entry out. Its keeper and its generation end; requests that run on it go on.
+    pub fn remove(&self, entry: &Arc<Entry>) {
+        self.entries.write().retain(|e| !Arc::ptr_eq(e, entry));
+        entry.change(|state| {
+            state.phase = Phase::Removed;
+            state.message = "deleted".to_owned();
+        });
+        entry.look.notify_one();
+    }
+
+    /// All entries, in the order of registration.
+    pub fn all(&self) -> Vec<Arc<Entry>> {
+        self.entries.read().clone()
+    }
+
+    /// The entry with this id, or with this address in any spelling.
+    pub fn find(&self, id_or_url: &str) -> Option<Arc<Entry>> {
+        let entries = self.entries.read();
+        if let Some(entry) = entries.iter().find(|e| e.id == id_or_url) {
+            return Some(Arc::clone(entry));
+        }
+        let url = Address::parse(id_or_url).ok()?.url;
+        entries.iter().find(|e| e.registration.address.url == url).cloned()
+    }
+
+    /// Running generations of every role.
+    pub fn active(&self) -> Vec<Arc<Worker>> {
+        self.entries.read().iter().filter_map(|e| e.active()).collect()
+    }
+
+    /// Entries of a role that can serve.
+    pub fn healthy(&self, role: Role) -> usize {
+        self.entries.read().iter().filter(|e| e.registration.role == role && e.healthy()).count()
+    }
+}
+
+fn internal() -> Error {
+    Error::new(Kind::Internal, Source::Router, "the worker list changed under its lock")
+}
+
+/// A random id in the shape of a UUID, version 4.
+fn new_id() -> String {
+    let bits = rand::random::<u128>();
+    let bits = (bits & !(0xf << 76) & !(0x3 << 62)) | (4 << 76) | (2 << 62);
+    let hex = format!("{bits:032x}");
+    let part = |from: usize, to: usize| hex.get(from..to).unwrap_or("");
+    format!("{}-{}-{}-{}-{}", part(0, 8), part(8, 12), part(12, 16), part(16, 20), part(20, 32))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Phase, Registration, Registry, new_id};
+    use crate::address::Address;
+    use r3router_core::topology::Role;
+
+    fn registration(url: &str, role: Role) -> Registration {
+        Registration {
+            address: Address::parse(url).unwrap(),
+            shown: url.into(),
+            role,
+            bootstrap_port: None,
+            key: None,
+            health_checks: true,
+            extra: serde_json::Map::new(),
+        }
+    }
+
+    #[test]
+    fn one_engine_in_two_spellings_is_one_entry_and_another_role_is_a_conflict() {
+        let registry = Registry::default();
+        let (first, new) = registry.add(registration("http://[::1]:9001", Role::Decode)).unwrap();
+        assert!(new);
+        let (second, new) = registry.add(registration("HTTP://[0:0:0:0:0:0:0:1]:9001/", Role::Decode)).unwrap();
+        assert!(!new);
+        assert_eq!(first.id, second.id);
+        assert_eq!(registry.find("http://[::1]:9001/").unwrap().id, first.id);
+        assert_eq!(registry.find(&first.id).unwrap().id, first.id);
+        let error = registry.add(registration("http://[::1]:9001", Role::Prefill)).unwrap_err();
+        assert_eq!(error.http_status(), 409);
+        assert_eq!(registry.all().len(), 1);
+    }
+
+    #[test]
+    fn removal_is_final_and_a_failed_entry_starts_anew() {
+        let registry = Registry::default();
+        let (entry, _) = registry.add(registration("http://d:1", Role::Decode)).unwrap();
+        assert!(entry.change(|s| s.phase = Phase::Failed));
+        let (again, new) = registry.add(registration("http://d:1", Role::Decode)).unwrap();
+        assert!(new && again.id != entry.id && again.phase() == Phase::Pending);
+        registry.remove(&again);
+        assert!(!again.change(|s| s.phase = Phase::Active));
+        assert_eq!(again.phase(), Phase::Removed);
+        assert!(registry.all().is_empty());
+    }
+
+    #[test]
+    fn ids_have_the_shape_of_a_uuid() {
+        let id = new_id();
+        assert_eq!(id.len(), 36);
+        assert_eq!(id.chars().filter(|c| *c == '-').count(), 4);
+        assert_eq!(id.as_bytes()[14], b'4');
+        assert_ne!(new_id(), id);
+    }
+}
