@@ -79,9 +79,8 @@ impl Target {
             error.measured = Some(at);
             error
         };
-        let value: Value = serde_json::from_slice(body).map_err(|e| {
-            invalid(format!("the body is not JSON: {e}"), e.column().saturating_sub(1) as f64)
-        })?;
+        let value: Value = serde_json::from_slice(body)
+            .map_err(|e| invalid(format!("the body is not JSON: {e}"), e.column().saturating_sub(1) as f64))?;
         let flag = |name: &str| value.get(name).and_then(Value::as_bool).unwrap_or(false);
         if flag("abort_all") {
             return Ok((Self::All, value));
@@ -101,7 +100,8 @@ impl Target {
         match self {
             Self::All => true,
             Self::Rid { rid, prefix: true } => {
-                client.is_some_and(|c| c.starts_with(rid.as_str())) || engine.is_some_and(|e| e.starts_with(rid.as_str()))
+                client.is_some_and(|c| c.starts_with(rid.as_str()))
+                    || engine.is_some_and(|e| e.starts_with(rid.as_str()))
             }
             Self::Rid { rid, prefix: false } => client == Some(rid.as_str()) || engine == Some(rid.as_str()),
         }

@@ -75,10 +75,15 @@ impl Address {
                 _ => return Err(bad("the port is not between 1 and 65535")),
             },
         };
-        let literal =
-            host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>().ok().map(|ip| SocketAddr::new(ip, port));
+        let literal = host
+            .trim_start_matches('[')
+            .trim_end_matches(']')
+            .parse::<IpAddr>()
+            .ok()
+            .map(|ip| SocketAddr::new(ip, port));
         let authority = format!("{host}:{port}");
-        let value = HeaderValue::from_str(&authority).map_err(|_| bad("the host has characters that no header takes"))?;
+        let value =
+            HeaderValue::from_str(&authority).map_err(|_| bad("the host has characters that no header takes"))?;
         Ok(Self { url: format!("http://{authority}").into(), host: host.into(), port, literal, authority: value })
     }
 }
@@ -111,7 +116,16 @@ mod tests {
 
     #[test]
     fn what_is_no_address_is_refused_with_its_text() {
-        for text in ["", "https://x:1", "http://x:0", "http://x:99999", "http://[::1", "http://::1:80", "http://x:1/v1", "http://x:1@2"] {
+        for text in [
+            "",
+            "https://x:1",
+            "http://x:0",
+            "http://x:99999",
+            "http://[::1",
+            "http://::1:80",
+            "http://x:1/v1",
+            "http://x:1@2",
+        ] {
             let error = Address::parse(text).unwrap_err();
             assert!(error.message.contains(&format!("{text:?}")), "{}", error.message);
         }

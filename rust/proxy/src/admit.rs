@@ -100,7 +100,9 @@ impl Inner {
             (Some(decode), None) => Ok(Grant { binding, prefill: None, decode }),
             (Some(decode), Some(Some(prefill))) => Ok(Grant { binding, prefill: Some(prefill), decode }),
             // Cannot happen: workers are removed under the same lock. The permit goes back by its drop.
-            _ => Err(Error::new(Kind::Internal, Source::Router, "a pair was bound on a worker that is gone").retryable()),
+            _ => {
+                Err(Error::new(Kind::Internal, Source::Router, "a pair was bound on a worker that is gone").retryable())
+            }
         }
     }
 }

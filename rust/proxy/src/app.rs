@@ -5,8 +5,10 @@ use std::time::Duration;
 use http::HeaderValue;
 use r3router_core::error::{Error, Kind, Source};
 use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
 
 use crate::admit::Gate;
+use crate::attempts::RetryBudget;
 use crate::clock::Clock;
 use crate::drain::Drain;
 use crate::live::Live;
@@ -14,6 +16,7 @@ use crate::metrics::Metrics;
 use crate::rows::RowWidths;
 use crate::settings::Settings;
 use crate::store::Arena;
+use crate::worker::Worker;
 use crate::workers::Registry;
 
 /// How long a connect to an engine may take: a live host answers within a round trip.
@@ -38,6 +41,10 @@ pub struct App {
     pub live: Live,
     /// R3 row widths learned from replies.
     pub rows: RowWidths,
+    /// Places under `--max-concurrent-requests`.
+    pub slots: Option<Arc<Semaphore>>,
+    /// Attempts beyond the first that may still be made.
+    pub retries: RetryBudget,
     /// Whether the router takes new work.
     pub drain: Drain,
     /// The runtime, for work that outlives the request that causes it.
@@ -58,7 +65,11 @@ impl App {
             key.as_ref()
                 .map(|key| {
                     let mut value = HeaderValue::from_str(&format!("Bearer {}", key.reveal())).map_err(|_| {
-                        Error::new(Kind::InvalidField, Source::Client, format!("{flag} has characters that no header takes"))
+                        Error::new(
+                            Kind::InvalidField,
+                            Source::Client,
+                            format!("{flag} has characters that no header takes"),
+                        )
                     })?;
                     value.set_sensitive(true);
                     Ok::<_, Error>(value)
@@ -76,11 +87,19 @@ impl App {
             arena: Arena::new(settings.r3_arena_bytes),
             live: Live::default(),
             rows: RowWidths::default(),
+            slots: settings.max_concurrent_requests.0.map(|n| Arc::new(Semaphore::new(n as usize))),
+            retries: RetryBudget::default(),
             drain: Drain::default(),
             runtime: Handle::current(),
             client_key,
             worker_key,
             settings,
         }))
+    }
+
+    /// A connect to this worker failed: it is out of choice at once, and its keeper looks whether it lives.
+    pub fn suspect(&self, worker: &Worker) {
+        self.gate.remove_worker(worker.id);
+        worker.suspect.notify_one();
     }
 }

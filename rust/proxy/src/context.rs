@@ -8,6 +8,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
 use parking_lot::Mutex;
 use r3router_core::error::Kind;
 use r3router_core::wire::{Facts, Route};
+use tokio::sync::OwnedSemaphorePermit;
 
 use crate::app::App;
 use crate::live::Trace;
@@ -138,6 +139,7 @@ struct Progress {
     status: u16,
     outcome: Option<ClientOutcome>,
     dispatched: bool,
+    slot: Option<OwnedSemaphorePermit>,
 }
 
 /// Counts a request: started when it is made, ended when it is dropped, with the outcome that was set, or as left by the client.
@@ -167,9 +169,17 @@ impl Count {
         &self.id
     }
 
-    /// It was dispatched at least once.
-    pub fn dispatched(&self) {
-        self.progress.lock().dispatched = true;
+    /// It was dispatched, after `wait` in the queue.
+    pub fn dispatched(&self, wait: Duration) {
+        let mut progress = self.progress.lock();
+        progress.dispatched = true;
+        progress.line.attempts += 1;
+        progress.line.wait += wait;
+    }
+
+    /// Keeps a place under `--max-concurrent-requests` until the end.
+    pub fn hold(&self, slot: OwnedSemaphorePermit) {
+        self.progress.lock().slot = Some(slot);
     }
 
     /// Bytes were handed to the client.
@@ -182,6 +192,11 @@ impl Count {
         let mut progress = self.progress.lock();
         progress.outcome = Some(outcome);
         progress.status = status;
+    }
+
+    /// Whether the outcome is known.
+    pub fn has_outcome(&self) -> bool {
+        self.progress.lock().outcome.is_some()
     }
 
     /// Sets the outcome of an error.

@@ -78,8 +78,12 @@ pub async fn broadcast(app: &Arc<App>, method: &Method, uri: &Uri, headers: &Hea
     let mut workers = app.registry.active();
     workers.sort_by_key(|w| w.role == Role::Prefill);
     for worker in workers {
-        let mut call =
-            Call { method: method.clone(), uri: uri.clone(), headers: HeaderMap::new(), pieces: Arc::from([body.clone()]) };
+        let mut call = Call {
+            method: method.clone(),
+            uri: uri.clone(),
+            headers: HeaderMap::new(),
+            pieces: Arc::from([body.clone()]),
+        };
         let content_type = headers.get(header::CONTENT_TYPE).cloned();
         if !body.is_empty() {
             let json = HeaderValue::from_static("application/json");
@@ -135,7 +139,11 @@ fn message(path: &str, ok: usize, all: usize, paused: bool) -> String {
         "/continue_generation" => "; the router dispatches again",
         _ => "",
     };
-    if all == 0 { format!("no active engine to send {path} to{gate}") } else { format!("{ok} of {all} engines answered 2xx{gate}") }
+    if all == 0 {
+        format!("no active engine to send {path} to{gate}")
+    } else {
+        format!("{ok} of {all} engines answered 2xx{gate}")
+    }
 }
 
 /// 200 when every engine answered 2xx, else the first other status; 502 for an engine that gave none.

@@ -22,9 +22,13 @@ impl Drain {
     /// `Draining` once it has started.
     pub fn check(&self) -> Result<(), Error> {
         if self.started() {
-            return Err(Error::new(Kind::Draining, Source::Router, "this router is shutting down and takes no new requests")
-                .advise("send to another router")
-                .retry_after(std::time::Duration::from_secs(1)));
+            return Err(Error::new(
+                Kind::Draining,
+                Source::Router,
+                "this router is shutting down and takes no new requests",
+            )
+            .advise("send to another router")
+            .retry_after(std::time::Duration::from_secs(1)));
         }
         Ok(())
     }

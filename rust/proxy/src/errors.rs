@@ -92,7 +92,8 @@ pub fn not_found(path: &str) -> Error {
 
 /// A method that a path does not take.
 pub fn wrong_method(method: &http::Method, path: &str, takes: &'static str) -> Error {
-    Error::new(Kind::MethodNotAllowed, Source::Client, format!("{path} does not take {method}")).advise(format!("use {takes}"))
+    Error::new(Kind::MethodNotAllowed, Source::Client, format!("{path} does not take {method}"))
+        .advise(format!("use {takes}"))
 }
 
 #[cfg(test)]

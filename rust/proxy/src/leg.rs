@@ -225,7 +225,9 @@ pub fn judge(error: &Error) -> (LegResult, Option<Failure>) {
         Kind::R3Mismatch | Kind::EngineProtocol => (LegResult::Protocol, None),
         Kind::EngineFailed if text.contains("AbortReq") => (LegResult::Cancelled, None),
         Kind::EngineFailed if is_mamba(text) => (LegResult::Mamba, Some(Failure::Mamba)),
-        Kind::EngineFailed if TRANSFER.iter().any(|t| text.contains(t)) => (LegResult::Transfer, Some(Failure::Transfer)),
+        Kind::EngineFailed if TRANSFER.iter().any(|t| text.contains(t)) => {
+            (LegResult::Transfer, Some(Failure::Transfer))
+        }
         Kind::EngineFailed if error.status == Some(503) => (LegResult::Overloaded, Some(Failure::Overloaded)),
         Kind::EngineFailed => (LegResult::Server, Some(Failure::Server)),
         _ => (LegResult::Cancelled, None),
@@ -235,7 +237,8 @@ pub fn judge(error: &Error) -> (LegResult, Option<Failure>) {
 /// Whether an engine says that its state slots ran out.
 fn is_mamba(text: &str) -> bool {
     let lower = text.to_ascii_lowercase();
-    lower.contains("mamba") && ["slot", "pool", "not enough", "ran out", "alloc", "exhaust"].iter().any(|w| lower.contains(w))
+    lower.contains("mamba")
+        && ["slot", "pool", "not enough", "ran out", "alloc", "exhaust"].iter().any(|w| lower.contains(w))
 }
 
 /// How an attempt that ended with `error` is told to the admission.
@@ -302,7 +305,9 @@ mod tests {
 
     #[test]
     fn failures_are_told_apart_by_status_and_text() {
-        let of = |status, text: &str| judge(&status_error(Role::Decode, "d", StatusCode::from_u16(status).unwrap(), text.as_bytes()));
+        let of = |status, text: &str| {
+            judge(&status_error(Role::Decode, "d", StatusCode::from_u16(status).unwrap(), text.as_bytes()))
+        };
         assert_eq!(of(400, "too long"), (LegResult::Rejected, None));
         assert_eq!(of(503, "busy"), (LegResult::Overloaded, Some(Failure::Overloaded)));
         assert_eq!(of(500, "boom"), (LegResult::Server, Some(Failure::Server)));

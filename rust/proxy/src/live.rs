@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Waker};
 use std::time::Instant;
 
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, StatusCode, header};
 use parking_lot::Mutex;
 use r3router_core::admission::{Outcome, Permit};
 use r3router_core::topology::{RankId, Role, WorkerId};
@@ -51,6 +53,18 @@ struct Attempt {
     decode: Option<Leg>,
     bound: Option<Instant>,
     delivered: bool,
+    reply: Option<Kept>,
+}
+
+/// An engine's reply that ended an attempt, as the engine wrote it.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    /// Status.
+    pub status: StatusCode,
+    /// Its type.
+    pub content_type: Option<HeaderValue>,
+    /// Body.
+    pub body: Bytes,
 }
 
 /// One sub-request from its arrival to its end, over all of its attempts.
@@ -165,24 +179,37 @@ impl Sub {
         Owner(sub)
     }
 
-    /// Begins an attempt on a granted pair; returns its new id.
-    pub fn begin(&self, grant: Grant) -> String {
+    /// Begins an attempt on a granted pair; `build` gets its new id.
+    pub fn begin<R>(&self, grant: Grant, build: impl FnOnce(&str, &Grant) -> R) -> R {
         let rid = rid::make(self.client_rid.as_deref());
+        let built = build(&rid, &grant);
         self.prefill_sent.store(false, Ordering::Relaxed);
         self.signals.fetch_and(ABORTED, Ordering::AcqRel);
         let leg = |worker, rank| Leg { worker, rank, open: false };
         let Grant { binding, prefill, decode } = grant;
         let mut attempt = self.attempt.lock();
         *attempt = Attempt {
-            rid: rid.clone(),
+            rid,
             room: binding.room,
             prefill: prefill.zip(binding.prefill).map(|(worker, rank)| leg(worker, rank)),
             decode: Some(leg(decode, binding.decode)),
             permit: Some(binding.permit),
             bound: Some(Instant::now()),
             delivered: false,
+            reply: None,
         };
-        rid
+        built
+    }
+
+    /// Keeps an engine's reply that ends the attempt, for the client.
+    pub fn keep_reply(&self, status: StatusCode, headers: &HeaderMap, body: Bytes) {
+        let content_type = headers.get(header::CONTENT_TYPE).cloned();
+        self.attempt.lock().reply = Some(Kept { status, content_type, body });
+    }
+
+    /// The kept reply of the last attempt.
+    pub fn take_reply(&self) -> Option<Kept> {
+        self.attempt.lock().reply.take()
     }
 
     /// A leg is about to be sent.
@@ -261,7 +288,12 @@ impl Sub {
     pub fn trace(&self) -> Trace {
         let attempt = self.attempt.lock();
         let name = |leg: &Option<Leg>| leg.as_ref().map(|l| l.worker.name(l.rank.rank));
-        Trace { rid: attempt.rid.clone(), room: attempt.room, prefill: name(&attempt.prefill), decode: name(&attempt.decode) }
+        Trace {
+            rid: attempt.rid.clone(),
+            room: attempt.room,
+            prefill: name(&attempt.prefill),
+            decode: name(&attempt.decode),
+        }
     }
 
     /// The engine id of the running attempt with the engines that may hold it, and whether it is queued (no attempt runs).

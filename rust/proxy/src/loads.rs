@@ -104,7 +104,8 @@ fn unix_seconds(text: &str) -> Option<f64> {
     };
     // Days since 1970 in the Gregorian calendar, years counted from March so that the leap day comes last.
     let (y, m) = if month <= 2 { (year - 1, month + 9) } else { (year, month - 3) };
-    let days = y * 365 + y.div_euclid(4) - y.div_euclid(100) + y.div_euclid(400) + (m * 306 + 5) / 10 + day - 1 - 719_468;
+    let days =
+        y * 365 + y.div_euclid(4) - y.div_euclid(100) + y.div_euclid(400) + (m * 306 + 5) / 10 + day - 1 - 719_468;
     Some(days as f64 * 86_400.0 + hour * 3600.0 + minute * 60.0 + second - ahead)
 }
 
@@ -203,7 +204,11 @@ mod tests {
 
     #[test]
     fn an_answer_without_stamps_is_as_old_as_the_question_and_nonsense_is_no_report() {
-        let reports = rank_reports(&json!([{"num_running_reqs": 3}, {"num_running_reqs": -1}]), polled(5.0, 6.0), &mut Offset::default());
+        let reports = rank_reports(
+            &json!([{"num_running_reqs": 3}, {"num_running_reqs": -1}]),
+            polled(5.0, 6.0),
+            &mut Offset::default(),
+        );
         assert_eq!(reports[0].measured_at, Moment::from_secs_f64(5.0));
         assert_eq!((reports[1].rank, reports[1].running), (1, None));
         assert!(rank_reports(&json!({"loads": 3}), polled(5.0, 6.0), &mut Offset::default()).is_empty());

@@ -148,7 +148,8 @@ impl<const N: usize> Counters<N> {
 }
 
 /// Upper bounds of the time histograms, seconds.
-const SECONDS: [f64; 16] = [0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 1200.0];
+const SECONDS: [f64; 16] =
+    [0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 1200.0];
 
 /// A histogram of times.
 #[derive(Debug, Default)]

@@ -140,9 +140,7 @@ async fn healthy(q: &Question<'_>) -> Result<bool, NotFound> {
         return Err(NotFound::Never(format!("health check endpoint {:?} is not a path", q.health)));
     };
     match ask(q.pool, &Call::get(uri).with_key(q.key), q.health_limit).await {
-        Ok(answer) if answer.status >= 500 => {
-            Err(NotFound::NotYet(format!("{} answered {}", q.health, answer.status)))
-        }
+        Ok(answer) if answer.status >= 500 => Err(NotFound::NotYet(format!("{} answered {}", q.health, answer.status))),
         Ok(_) => Ok(false),
         Err(NoAnswer::Slow(_)) => Ok(true),
         Err(NoAnswer::Fault(Fault::Connect(why))) => Err(NotFound::Dead(why)),

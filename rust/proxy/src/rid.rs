@@ -44,7 +44,8 @@ mod tests {
 
     #[test]
     fn no_id_is_the_beginning_of_another() {
-        let clients = [None, Some("ep-7::t3"), Some("ep-7::t30"), Some("ep-7::t3~"), Some("ep-7::t3~0"), Some(""), Some("~")];
+        let clients =
+            [None, Some("ep-7::t3"), Some("ep-7::t30"), Some("ep-7::t3~"), Some("ep-7::t3~0"), Some(""), Some("~")];
         let mut rids: Vec<String> = clients.iter().flat_map(|c| (0..50).map(|_| make(*c))).collect();
         // Clients that send back what they have seen.
         let again: Vec<String> = rids.iter().map(|r| make(Some(r))).collect();

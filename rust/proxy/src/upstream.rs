@@ -120,7 +120,11 @@ impl AsyncWrite for Counted {
         Pin::new(&mut self.io).poll_shutdown(cx)
     }
 
-    fn poll_write_vectored(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bufs: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.io).poll_write_vectored(cx, bufs)
     }
 
@@ -278,7 +282,12 @@ impl Pool {
         TcpStream::connect((&*self.address.host, self.address.port)).await
     }
 
-    async fn exchange(self: &Arc<Self>, mut wire: Box<Wire>, call: &Call, sent: &mut impl FnMut()) -> Result<Exchange, Fault> {
+    async fn exchange(
+        self: &Arc<Self>,
+        mut wire: Box<Wire>,
+        call: &Call,
+        sent: &mut impl FnMut(),
+    ) -> Result<Exchange, Fault> {
         let before = wire.stats.received.load(Ordering::Relaxed);
         let mut request = Request::new(PiecesBody::new(Arc::clone(&call.pieces), Arc::clone(&wire.stats)));
         *request.method_mut() = call.method.clone();

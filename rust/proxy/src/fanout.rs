@@ -1,0 +1,73 @@
+//! Batches and n > 1: each prompt and sample is a request of its own, with its own pair, room and ids; the replies are joined in order.
+//! One that fails fails the whole and ends the others.
+use std::sync::Arc;
+
+use r3router_core::error::{Error, Kind, Source};
+use tokio::task::JoinSet;
+
+use crate::attempts::{Answer, Mode, Ready, Refusal, serve};
+use crate::body::ReplyBody;
+use crate::context::{Count, Shared};
+use crate::errors::Reply;
+use crate::generate::reply;
+use crate::live::Sub;
+use crate::merge::{Merged, join_json, join_sse};
+use crate::relay::{ClientBody, Relay};
+
+fn broken(what: &'static str) -> Refusal {
+    Refusal { error: Error::new(Kind::Internal, Source::Router, what), kept: None }
+}
+
+/// Serves every sub-request at once and joins the replies.
+///
+/// # Errors
+/// The first failure; all other sub-requests are ended.
+pub async fn serve_all(shared: &Arc<Shared>, count: &Arc<Count>) -> Result<Reply, Refusal> {
+    let subs = shared.facts.subs();
+    let mut tasks: JoinSet<(usize, Result<Answer, Refusal>)> = JoinSet::new();
+    // All are live before the first is sent, so that an abort by the client's id finds each.
+    let owners: Vec<_> = (0..subs).map(|index| Sub::start(&shared.app, shared.facts.rid(index))).collect();
+    for (index, sub) in owners.into_iter().enumerate() {
+        let (shared, count) = (Arc::clone(shared), Arc::clone(count));
+        tasks.spawn(async move {
+            let mode = Mode { index, whole: false, joined: true };
+            (index, serve(&shared, sub, mode, &count).await)
+        });
+    }
+    let mut answers: Vec<Option<Answer>> = (0..subs).map(|_| None).collect();
+    while let Some(joined) = tasks.join_next().await {
+        // Dropping the set ends the other tasks, and each of them its own legs.
+        let (index, answer) = joined.map_err(|_| broken("a part of the request was lost"))?;
+        if let Some(place) = answers.get_mut(index) {
+            *place = Some(answer?);
+        }
+    }
+    join(shared, count, answers)
+}
+
+fn join(shared: &Arc<Shared>, count: &Arc<Count>, answers: Vec<Option<Answer>>) -> Result<Reply, Refusal> {
+    let mut head = None;
+    let mut merged: Vec<Merged> = Vec::new();
+    let mut streams: Vec<Box<Relay>> = Vec::new();
+    for answer in answers {
+        let Some(Answer { status, headers, ready }) = answer else {
+            return Err(broken("a part of the request is missing"));
+        };
+        head.get_or_insert((status, headers));
+        match ready {
+            Ready::Merged(part) => merged.push(part),
+            Ready::Stream(relay) => streams.push(relay),
+            Ready::Whole(_) => return Err(broken("a part of the reply cannot be joined")),
+        }
+    }
+    let Some((status, headers)) = head else { return Err(broken("the request has no parts")) };
+    let code = status.as_u16();
+    let count = Arc::clone(count);
+    let body = if streams.is_empty() {
+        let joined = join_json(merged, &shared.facts).map_err(|error| Refusal { error, kept: None })?;
+        ReplyBody::Stream(Box::new(ClientBody::new(Box::pin(joined), count, code)))
+    } else {
+        ReplyBody::Stream(Box::new(ClientBody::new(Box::pin(join_sse(streams, &shared.facts)), count, code)))
+    };
+    Ok(reply(status, headers, body))
+}

@@ -1,0 +1,153 @@
+//! `/generate`, `/v1/chat/completions` and `/v1/completions`: read, split, serve, join, answer.
+use std::hash::{BuildHasher, Hasher};
+use std::sync::{Arc, OnceLock};
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Response, StatusCode, Uri, header};
+use r3router_core::error::{Error, Kind, Source};
+use r3router_core::wire::{Route, scan};
+
+use crate::app::App;
+use crate::attempts::{Answer, Mode, Ready, Refusal, serve};
+use crate::body::ReplyBody;
+use crate::context::{Count, R3_TRANSPORT, REQUEST_ID, ROUTING_KEY, Shared, forwarded};
+use crate::errors::{Reply, error_reply};
+use crate::fanout;
+use crate::live::{Kept, Sub};
+use crate::metrics::ClientOutcome;
+use crate::relay::ClientBody;
+use crate::settings::R3Transport;
+
+/// What came with the request's head.
+#[derive(Debug)]
+pub struct Head {
+    /// The route.
+    pub route: Route,
+    /// Path and query.
+    pub uri: Uri,
+    /// All headers.
+    pub headers: HeaderMap,
+}
+
+/// Serves a request whose body is here.
+pub async fn handle(app: &Arc<App>, head: Head, body: Bytes, count: Arc<Count>) -> Reply {
+    let id = count.id().clone();
+    let mut reply = match run(app, head, body, &count).await {
+        Ok(reply) => reply,
+        Err(refusal) => refuse(&refusal, &count),
+    };
+    reply.headers_mut().insert(REQUEST_ID, id);
+    reply
+}
+
+async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Result<Reply, Refusal> {
+    let plain = |error: Error| Refusal { error, kept: None };
+    let facts = scan(&body, head.route).map_err(plain)?;
+    if let Some(slot) = slot(app).await.map_err(plain)? {
+        count.hold(slot);
+    }
+    let by_ref = facts.via_store
+        || head.headers.get(R3_TRANSPORT).map_or(app.settings.r3_transport == R3Transport::Ref, |v| v == "ref");
+    let model = facts.model.and_then(|span| body.get(span.start..span.end)).map(|m| {
+        let text = String::from_utf8_lossy(m);
+        text.trim_matches('"').to_owned()
+    });
+    // Where the router checks clients itself, their key is the router's own business.
+    let client_auth = if app.client_key.is_none() { head.headers.get(header::AUTHORIZATION).cloned() } else { None };
+    let shared = Arc::new(Shared {
+        app: Arc::clone(app),
+        route: head.route,
+        headers: forwarded(&head.headers),
+        client_auth,
+        uri: head.uri,
+        arrived: count.arrived(),
+        model: model.unwrap_or_default(),
+        key: head.headers.get(ROUTING_KEY).map_or(0, key_hash),
+        by_ref,
+        body,
+        facts,
+    });
+    // An engine serves a batch itself; only a pair needs a room for each of its requests.
+    let whole = !app.settings.pd_disaggregation && (shared.facts.listed || shared.facts.subs() > 1);
+    if shared.facts.subs() == 1 && !shared.facts.listed || whole {
+        let sub = Sub::start(app, shared.facts.rid(0));
+        let mode = Mode { index: 0, whole, joined: false };
+        let answer = serve(&shared, sub, mode, count).await?;
+        return Ok(answered(answer, count));
+    }
+    fanout::serve_all(&shared, count).await
+}
+
+/// Makes the client's reply of an answer.
+pub fn answered(answer: Answer, count: &Arc<Count>) -> Reply {
+    let Answer { status, headers, ready } = answer;
+    let count = Arc::clone(count);
+    let code = status.as_u16();
+    let body = match ready {
+        Ready::Whole(bytes) => {
+            count.bytes(bytes.len() as u64);
+            count.outcome(ClientOutcome::Ok, code);
+            ReplyBody::from(bytes)
+        }
+        Ready::Merged(merged) => ReplyBody::Stream(Box::new(ClientBody::new(Box::pin(merged), count, code))),
+        Ready::Stream(relay) => ReplyBody::Stream(Box::new(ClientBody::new(relay, count, code))),
+    };
+    reply(status, headers, body)
+}
+
+/// A reply with an engine's status and end-to-end headers.
+pub fn reply(status: StatusCode, headers: HeaderMap, body: ReplyBody) -> Reply {
+    let mut reply = Response::new(body);
+    *reply.status_mut() = status;
+    *reply.headers_mut() = headers;
+    reply
+}
+
+fn refuse(refusal: &Refusal, count: &Count) -> Reply {
+    let Refusal { error, kept } = refusal;
+    if let Some(reply) = kept.as_ref().and_then(|kept| as_the_engine_wrote(error, kept)) {
+        let status = reply.status().as_u16();
+        count.failed(error.kind, status);
+        return reply;
+    }
+    count.failed(error.kind, error.http_status());
+    error_reply(error)
+}
+
+/// A 4xx, and a reply that an engine ended as an abort, reach the client as the engine wrote them.
+fn as_the_engine_wrote(error: &Error, kept: &Kept) -> Option<Reply> {
+    if error.kind == Kind::EngineFailed {
+        return None;
+    }
+    let mut reply = Response::new(ReplyBody::from(kept.body.clone()));
+    *reply.status_mut() = kept.status;
+    let json = HeaderValue::from_static("application/json");
+    reply.headers_mut().insert(header::CONTENT_TYPE, kept.content_type.clone().unwrap_or(json));
+    let code = HeaderValue::from_static(error.kind.code());
+    if !kept.status.is_success() {
+        reply.headers_mut().insert(crate::errors::ERROR_CODE, code);
+    }
+    Some(reply)
+}
+
+/// A place under `--max-concurrent-requests`, when that is set.
+async fn slot(app: &Arc<App>) -> Result<Option<tokio::sync::OwnedSemaphorePermit>, Error> {
+    let Some(slots) = &app.slots else { return Ok(None) };
+    let waits = app.settings.queue_timeout_secs;
+    match tokio::time::timeout(waits, Arc::clone(slots).acquire_owned()).await {
+        Ok(permit) => Ok(permit.ok()),
+        Err(_) => {
+            Err(Error::new(Kind::QueueTimeout, Source::Router, "no place under --max-concurrent-requests in time")
+                .with_limit(waits.as_secs_f64(), waits.as_secs_f64())
+                .retry_after(waits))
+        }
+    }
+}
+
+/// Hash of a routing key; never 0, which means none.
+fn key_hash(value: &HeaderValue) -> u64 {
+    static STATE: OnceLock<std::hash::RandomState> = OnceLock::new();
+    let mut hasher = STATE.get_or_init(std::hash::RandomState::new).build_hasher();
+    hasher.write(value.as_bytes());
+    hasher.finish().max(1)
+}

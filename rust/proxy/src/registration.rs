@@ -1,0 +1,335 @@
+//! The worker API: `POST/GET/DELETE /workers`, and the old `/add_worker`, `/remove_worker`, `/list_workers`. The list has one entry per
+//! engine, and its `url` is an address that a client can call; ranks are extra.
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Uri, header};
+use r3router_core::error::{Error, Kind, Source};
+use r3router_core::topology::Role;
+use serde_json::{Map, Value, json};
+
+use crate::address::Address;
+use crate::app::App;
+use crate::errors::{Reply, json_reply, wrong_method};
+use crate::keeper;
+use crate::workers::{Entry, Phase, Registration, role_name};
+
+/// Fields of `POST /workers` that are kept and shown.
+const SHOWN: [&str; 5] = ["model_id", "priority", "cost", "labels", "runtime"];
+
+fn invalid(message: String, advice: &'static str) -> Error {
+    Error::new(Kind::InvalidField, Source::Client, message).advise(advice)
+}
+
+/// Registers an engine and starts its keeper; registering it again changes nothing.
+///
+/// # Errors
+/// When the address is registered for another role.
+pub fn register(app: &Arc<App>, mut registration: Registration) -> Result<Arc<Entry>, Error> {
+    if registration.key.is_none() {
+        registration.key.clone_from(&app.worker_key);
+    }
+    let (entry, new) = app.registry.add(registration)?;
+    if new {
+        keeper::spawn(app, Arc::clone(&entry));
+    }
+    Ok(entry)
+}
+
+/// A registration of `url` without anything special.
+///
+/// # Errors
+/// When `url` is no address.
+pub fn plain(url: &str, role: Role, bootstrap_port: Option<u16>) -> Result<Registration, Error> {
+    Ok(Registration {
+        address: Address::parse(url)?,
+        shown: url.trim().trim_end_matches('/').into(),
+        role,
+        bootstrap_port,
+        key: None,
+        health_checks: true,
+        extra: Map::new(),
+    })
+}
+
+/// Reads the body of `POST /workers`.
+fn read(app: &App, body: &[u8]) -> Result<Registration, Error> {
+    const ADVICE: &str =
+        "send {\"url\": \"http://HOST:PORT\", \"worker_type\": \"regular|prefill|decode\", \"bootstrap_port\"?: 8998}";
+    let value: Value = serde_json::from_slice(body).map_err(|e| {
+        let mut error =
+            Error::new(Kind::InvalidJson, Source::Client, format!("the body is not JSON: {e}")).advise(ADVICE);
+        error.measured = Some(e.column().saturating_sub(1) as f64);
+        error
+    })?;
+    let Some(url) = value.get("url").and_then(Value::as_str) else {
+        return Err(invalid("url is missing or no text".to_owned(), ADVICE));
+    };
+    let pd = app.settings.pd_disaggregation;
+    let role = match value.get("worker_type") {
+        None | Some(Value::Null) if !pd => Role::Regular,
+        None | Some(Value::Null) => {
+            return Err(invalid("worker_type is missing; this router runs in PD mode".to_owned(), ADVICE));
+        }
+        Some(Value::String(name)) => match (name.to_ascii_lowercase().as_str(), pd) {
+            ("prefill", true) => Role::Prefill,
+            ("decode", true) => Role::Decode,
+            ("regular", false) => Role::Regular,
+            (known @ ("prefill" | "decode" | "regular"), _) => {
+                let mode = if pd { "PD" } else { "regular" };
+                return Err(invalid(format!("a {known} worker cannot serve: this router runs in {mode} mode"), ADVICE));
+            }
+            (other, _) => return Err(invalid(format!("worker_type {other:?} is unknown"), ADVICE)),
+        },
+        Some(other) => return Err(invalid(format!("worker_type {other} is no text"), ADVICE)),
+    };
+    let bootstrap_port = match value.get("bootstrap_port") {
+        None | Some(Value::Null) => None,
+        Some(port) => match port.as_u64().and_then(|p| u16::try_from(p).ok()).filter(|p| *p > 0) {
+            Some(port) => Some(port),
+            None => return Err(invalid(format!("bootstrap_port {port} is not between 1 and 65535"), ADVICE)),
+        },
+    };
+    let mut registration = plain(url, role, bootstrap_port)?;
+    if let Some(key) = value.get("api_key").and_then(Value::as_str) {
+        let mut key = HeaderValue::from_str(&format!("Bearer {key}"))
+            .map_err(|_| invalid("api_key has characters that no header takes".to_owned(), ADVICE))?;
+        key.set_sensitive(true);
+        registration.key = Some(key);
+    }
+    registration.health_checks = !value.get("disable_health_check").and_then(Value::as_bool).unwrap_or(false);
+    for name in SHOWN {
+        if let Some(shown) = value.get(name) {
+            registration.extra.insert(name.to_owned(), shown.clone());
+        }
+    }
+    Ok(registration)
+}
+
+/// One entry as the list shows it.
+fn show(app: &App, entry: &Entry) -> Value {
+    let state = entry.state();
+    let registration = &entry.registration;
+    let mut item = json!({
+        "id": entry.id,
+        "url": &*registration.shown,
+        "worker_type": role_name(registration.role),
+        "state": state.phase.name(),
+        "message": state.message,
+        "since_s": state.since.elapsed().as_secs_f64(),
+        "is_healthy": entry.healthy(),
+        "connection_mode": "HTTP",
+        "priority": 50,
+        "cost": 1.0,
+        "model_id": "unknown",
+        "disable_health_check": !registration.health_checks,
+        "load": state.worker.as_ref().map_or(0, |w| w.open.load(std::sync::atomic::Ordering::Relaxed).max(0)),
+    });
+    let Some(object) = item.as_object_mut() else { return item };
+    if let Some(found) = &state.found {
+        object.insert("ranks".into(), (0..found.ranks).collect::<Vec<_>>().into());
+        object.insert("dp_size".into(), found.ranks.into());
+        object.insert("metadata".into(), Value::Object(found.labels.clone()));
+        let model = found.labels.get("served_model_name").or_else(|| found.labels.get("model_path"));
+        if let Some(model) = model {
+            object.insert("model_id".into(), model.clone());
+        }
+        if let Some(port) = found.bootstrap_port.or(registration.bootstrap_port) {
+            object.insert("bootstrap_port".into(), port.into());
+        }
+    } else if let Some(port) = registration.bootstrap_port {
+        object.insert("bootstrap_port".into(), port.into());
+    }
+    for (name, value) in &registration.extra {
+        object.insert(name.clone(), value.clone());
+    }
+    let _ = app;
+    item
+}
+
+fn list(app: &App) -> Value {
+    let entries = app.registry.all();
+    let count = |role| entries.iter().filter(|e| e.registration.role == role).count();
+    json!({
+        "workers": entries.iter().map(|e| show(app, e)).collect::<Vec<_>>(),
+        "total": entries.len(),
+        "stats": {
+            "prefill_count": count(Role::Prefill),
+            "decode_count": count(Role::Decode),
+            "regular_count": count(Role::Regular),
+        },
+    })
+}
+
+/// Answers `/workers`, `/workers/{id}` and the old forms; `None` for other paths.
+pub async fn handle(app: &Arc<App>, method: &Method, uri: &Uri, body: Bytes) -> Option<Result<Reply, Error>> {
+    let path = uri.path();
+    let reply = match path {
+        "/workers" => match *method {
+            Method::POST => post(app, &body),
+            Method::GET => Ok(json_reply(200, &list(app))),
+            _ => Err(wrong_method(method, path, "GET or POST")),
+        },
+        "/add_worker" => add_old(app, uri, &body).await,
+        "/remove_worker" => remove_old(app, uri),
+        "/list_workers" => {
+            let urls: Vec<String> = app.registry.all().iter().map(|e| e.registration.shown.to_string()).collect();
+            Ok(json_reply(200, &json!({ "urls": urls })))
+        }
+        "/get_worker_urls" => {
+            let urls: Vec<String> = app.registry.all().iter().map(|e| e.registration.shown.to_string()).collect();
+            Ok(json_reply(200, &json!(urls)))
+        }
+        _ => {
+            let id = decode_percent(path.strip_prefix("/workers/")?);
+            by_id(app, method, path, &id)
+        }
+    };
+    Some(reply)
+}
+
+fn post(app: &Arc<App>, body: &[u8]) -> Result<Reply, Error> {
+    let entry = register(app, read(app, body)?)?;
+    let location = format!("/workers/{}", entry.id);
+    let phase = entry.phase();
+    let mut reply = json_reply(
+        202,
+        &json!({
+            "status": "accepted",
+            "worker_id": entry.id,
+            "url": &*entry.registration.shown,
+            "location": location,
+            "state": phase.name(),
+            "message": format!("the worker is {}; GET {location} says when it is active", phase.name()),
+        }),
+    );
+    if let Ok(location) = HeaderValue::from_str(&location) {
+        reply.headers_mut().insert(header::LOCATION, location);
+    }
+    Ok(reply)
+}
+
+fn unknown(id: &str) -> Error {
+    Error::new(Kind::NotFound, Source::Client, format!("no worker has the id or address {id:?}"))
+        .advise("GET /workers lists them")
+}
+
+fn by_id(app: &Arc<App>, method: &Method, path: &str, id: &str) -> Result<Reply, Error> {
+    let entry = app.registry.find(id).ok_or_else(|| unknown(id))?;
+    match *method {
+        Method::GET => Ok(json_reply(200, &show(app, &entry))),
+        Method::DELETE => {
+            remove(app, &entry);
+            let message = format!("{} is removed; requests that run on it go on", entry.registration.shown);
+            Ok(json_reply(
+                202,
+                &json!({ "status": "accepted", "worker_id": entry.id, "state": "removed", "message": message }),
+            ))
+        }
+        _ => Err(wrong_method(method, path, "GET or DELETE")),
+    }
+}
+
+fn remove(app: &App, entry: &Arc<Entry>) {
+    let worker = entry.state().worker;
+    app.registry.remove(entry);
+    // The keeper does it too; here it is done before the answer.
+    if let Some(worker) = worker {
+        app.gate.remove_worker(worker.id);
+    }
+}
+
+/// `POST /add_worker?url=...&worker_type=...&bootstrap_port=...`, or the same as JSON: answers when the worker is active.
+async fn add_old(app: &Arc<App>, uri: &Uri, body: &[u8]) -> Result<Reply, Error> {
+    let mut fields = Map::new();
+    for (name, value) in query(uri) {
+        let value = match (name.as_str(), value.parse::<u64>()) {
+            ("bootstrap_port", Ok(port)) => port.into(),
+            _ => value.into(),
+        };
+        fields.insert(name, value);
+    }
+    let entry = if fields.is_empty() && !body.is_empty() {
+        register(app, read(app, body)?)?
+    } else {
+        register(app, read(app, Value::Object(fields).to_string().as_bytes())?)?
+    };
+    let mut phases = entry.watch();
+    let limit = app.settings.worker_startup_timeout_secs;
+    let settled = tokio::time::timeout(limit, phases.wait_for(|p| !matches!(p, Phase::Pending | Phase::Down))).await;
+    let url = &entry.registration.shown;
+    match settled {
+        Ok(Ok(phase)) if *phase == Phase::Active => Ok(json_reply(
+            200,
+            &json!({ "status": "success", "worker_id": entry.id, "message": format!("added worker {url}") }),
+        )),
+        _ => {
+            let why = entry.state().message;
+            Err(Error::new(Kind::Connect, Source::Router, format!("worker {url} did not become active: {why}"))
+                .at_worker(&**url)
+                .advise("see that the engine is up and reachable from the router"))
+        }
+    }
+}
+
+fn remove_old(app: &Arc<App>, uri: &Uri) -> Result<Reply, Error> {
+    let url = query(uri).into_iter().find(|(name, _)| name == "url").map(|(_, value)| value);
+    let Some(url) = url else {
+        return Err(invalid("url is missing".to_owned(), "call /remove_worker?url=http://HOST:PORT"));
+    };
+    let entry = app.registry.find(&url).ok_or_else(|| unknown(&url))?;
+    remove(app, &entry);
+    Ok(json_reply(
+        200,
+        &json!({ "status": "success", "message": format!("removed worker {}", entry.registration.shown) }),
+    ))
+}
+
+/// The query's names and values.
+fn query(uri: &Uri) -> Vec<(String, String)> {
+    uri.query()
+        .unwrap_or("")
+        .split('&')
+        .filter(|pair| !pair.is_empty())
+        .map(|pair| {
+            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+            (decode_percent(name), decode_percent(&value.replace('+', " ")))
+        })
+        .collect()
+}
+
+/// Text with `%41` and such resolved; what is no such pair stays as it is.
+fn decode_percent(text: &str) -> String {
+    let bytes = text.as_bytes();
+    let mut out = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while let Some(&byte) = bytes.get(at) {
+        let pair = bytes.get(at + 1..at + 3).and_then(|p| std::str::from_utf8(p).ok());
+        match (byte, pair.and_then(|p| u8::from_str_radix(p, 16).ok())) {
+            (b'%', Some(value)) => {
+                out.push(value);
+                at += 3;
+            }
+            _ => {
+                out.push(byte);
+                at += 1;
+            }
+        }
+    }
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{decode_percent, query};
+
+    #[test]
+    fn queries_are_decoded() {
+        let uri = "/add_worker?url=http%3A%2F%2F%5B%3A%3A1%5D%3A9001&worker_type=decode&x".parse().unwrap();
+        let pairs = query(&uri);
+        assert_eq!(pairs[0], ("url".to_owned(), "http://[::1]:9001".to_owned()));
+        assert_eq!(pairs[1].1, "decode");
+        assert_eq!(pairs[2], ("x".to_owned(), String::new()));
+        assert_eq!(decode_percent("100%zz%4"), "100%zz%4");
+    }
+}

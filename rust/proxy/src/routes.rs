@@ -1,0 +1,117 @@
+//! Which path is answered by what.
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Request, header};
+use hyper::body::Incoming;
+use r3router_core::error::Error;
+use r3router_core::wire::Route;
+use serde_json::json;
+
+use crate::app::App;
+use crate::context::{Count, REQUEST_ID, request_id};
+use crate::errors::{Reply, bytes_reply, error_reply, json_reply, not_found, wrong_method};
+use crate::generate::{self, Head};
+use crate::{abort, auth, control, info, receive, registration};
+
+/// The engine route of a path.
+fn engine_route(path: &str) -> Option<Route> {
+    match path {
+        "/generate" => Some(Route::Generate),
+        "/v1/chat/completions" => Some(Route::Chat),
+        "/v1/completions" => Some(Route::Completions),
+        _ => None,
+    }
+}
+
+/// Answers one request.
+pub async fn answer(app: Arc<App>, request: Request<Incoming>) -> Reply {
+    let path = request.uri().path();
+    let mut reply = match (engine_route(path), request.method()) {
+        (Some(route), &Method::POST) => engine(&app, route, request).await,
+        (Some(_), method) => error_reply(&wrong_method(method, path, "POST")),
+        _ => match other(&app, request).await {
+            Ok(reply) => reply,
+            Err(error) => error_reply(&error),
+        },
+    };
+    if app.drain.started() {
+        // Clients go on to another router with their next request.
+        reply.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+    reply
+}
+
+async fn engine(app: &Arc<App>, route: Route, request: Request<Incoming>) -> Reply {
+    let id = request_id(app, Some(route), request.headers());
+    let count = Arc::new(Count::start(app, Some(route), id));
+    let (parts, incoming) = request.into_parts();
+    let early = app.drain.check().and_then(|()| auth::check(app, parts.uri.path(), &parts.headers));
+    // The body is read even when it is not wanted, so that the connection stays usable.
+    let body = receive::body(incoming, &parts.headers, app.settings.max_payload_size).await;
+    match early.and(body) {
+        Ok(body) => generate::handle(app, Head { route, uri: parts.uri, headers: parts.headers }, body, count).await,
+        Err(error) => {
+            count.failed(error.kind, error.http_status());
+            let mut reply = error_reply(&error);
+            reply.headers_mut().insert(REQUEST_ID, count.id().clone());
+            reply
+        }
+    }
+}
+
+async fn other(app: &Arc<App>, request: Request<Incoming>) -> Result<Reply, Error> {
+    let ok = || bytes_reply(200, "text/plain; charset=utf-8", Bytes::from_static(b"OK"));
+    let (parts, incoming) = request.into_parts();
+    let (method, uri, headers) = (&parts.method, &parts.uri, &parts.headers);
+    let path = uri.path();
+    match path {
+        "/health" | "/liveness" => return Ok(ok()),
+        "/readiness" | "/ready" => return Ok(info::readiness(app)),
+        "/metrics" => return Ok(info::metrics(app)),
+        _ => {}
+    }
+    let allowed = auth::check(app, path, headers);
+    let body = receive::body(incoming, headers, app.settings.max_payload_size).await;
+    allowed?;
+    let body = body?;
+    match path {
+        "/" | "/routes" => Ok(json_reply(200, &routes())),
+        "/health_generate" => info::health_generate(app).await,
+        "/v1/loads" => Ok(info::loads(app, uri).await),
+        "/get_loads" | "/get_load" => Ok(info::get_loads(app).await),
+        "/engine_metrics" => Ok(info::engine_metrics(app).await),
+        "/abort_request" => match *method {
+            Method::POST => abort::client(app, body).await,
+            _ => Err(wrong_method(method, path, "POST")),
+        },
+        _ if control::BROADCAST.contains(&path) => match *method {
+            Method::POST | Method::GET => Ok(control::handle(app, method, uri, headers, body).await),
+            _ => Err(wrong_method(method, path, "POST")),
+        },
+        _ if info::PROXIED.contains(&path) => info::proxied(app, method, uri, headers, body).await,
+        _ if info::ANY_ENGINE.contains(&path) || info::REGULAR_ONLY.contains(&path) => match *method {
+            Method::POST => info::proxied(app, method, uri, headers, body).await,
+            _ => Err(wrong_method(method, path, "POST")),
+        },
+        _ => match registration::handle(app, method, uri, body).await {
+            Some(reply) => reply,
+            None => Err(not_found(path)),
+        },
+    }
+}
+
+/// Everything that is answered, for people.
+fn routes() -> serde_json::Value {
+    json!({
+        "generate": ["/generate", "/v1/chat/completions", "/v1/completions"],
+        "any_engine": info::ANY_ENGINE,
+        "regular_engines_only": info::REGULAR_ONLY,
+        "health": ["/health", "/liveness", "/readiness", "/health_generate"],
+        "info": info::PROXIED,
+        "loads": ["/v1/loads", "/get_loads", "/engine_metrics", "/metrics"],
+        "workers": ["/workers", "/workers/{id}", "/add_worker", "/remove_worker", "/list_workers"],
+        "abort": ["/abort_request"],
+        "every_engine": control::BROADCAST,
+    })
+}

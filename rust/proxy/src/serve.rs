@@ -1,0 +1,75 @@
+//! The router as a process: runtime, signals, exit.
+use std::future::Future;
+use std::net::SocketAddr;
+
+use crate::server::{Router, StartError};
+use crate::settings::Settings;
+
+/// Serves until `shutdown`, inside the caller's runtime. `ready` gets the address once the port is bound.
+///
+/// # Errors
+/// When the router cannot start.
+pub async fn serve(
+    settings: Settings,
+    ready: impl FnOnce(SocketAddr),
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), StartError> {
+    let router = Router::bind(settings).await?;
+    ready(router.address());
+    router.run(shutdown).await;
+    Ok(())
+}
+
+/// Serves on a runtime of its own until SIGTERM or SIGINT, then drains. A second signal ends it at once.
+///
+/// # Errors
+/// When the router or the runtime cannot start.
+pub fn serve_blocking(settings: Settings, ready: impl FnOnce(SocketAddr)) -> Result<(), StartError> {
+    let failed = |error| StartError::Listen("a runtime".to_owned(), error);
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    if settings.threads > 0 {
+        builder.worker_threads(settings.threads as usize);
+    }
+    let runtime = builder.thread_name("r3router").enable_all().build().map_err(failed)?;
+    let served = runtime.block_on(async {
+        let mut signals = Signals::new().map_err(failed)?;
+        let (stop, stopped) = tokio::sync::oneshot::channel();
+        let running = serve(settings, ready, async move {
+            let _ = stopped.await;
+        });
+        let mut running = std::pin::pin!(running);
+        let mut stop = Some(stop);
+        loop {
+            tokio::select! {
+                result = running.as_mut() => return result,
+                () = signals.next() => match stop.take() {
+                    Some(stop) => drop(stop.send(())),
+                    None => return Ok(()),
+                },
+            }
+        }
+    });
+    // Background aborts that were just started get a moment to leave.
+    runtime.shutdown_timeout(std::time::Duration::from_millis(500));
+    served
+}
+
+/// SIGTERM and SIGINT.
+struct Signals {
+    term: tokio::signal::unix::Signal,
+    int: tokio::signal::unix::Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        use tokio::signal::unix::{SignalKind, signal};
+        Ok(Self { term: signal(SignalKind::terminate())?, int: signal(SignalKind::interrupt())? })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.term.recv() => {}
+            _ = self.int.recv() => {}
+        }
+    }
+}

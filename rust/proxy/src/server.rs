@@ -1,0 +1,264 @@
+//! The listening side: accepts connections, serves HTTP/1 with keep-alive, and ends gracefully.
+use std::convert::Infallible;
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use r3router_core::error::Error;
+use r3router_core::topology::Role;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::watch;
+
+use crate::app::App;
+use crate::errors::{Reply, bytes_reply, error_reply, not_found};
+use crate::settings::Settings;
+use crate::{info, registration, routes};
+
+/// Connections that may wait to be accepted.
+const BACKLOG: u32 = 4096;
+/// How long a connection may be idle, or take to send a request's head. Longer than any client keeps an idle connection, so that a
+/// request does not cross the close.
+const HEAD_TIME: Duration = Duration::from_secs(150);
+/// How long replies may take to leave once the last request has ended.
+const FLUSH: Duration = Duration::from_secs(2);
+
+/// Why the router did not start.
+#[derive(Debug)]
+pub enum StartError {
+    /// It cannot listen.
+    Listen(String, io::Error),
+    /// A setting cannot be used.
+    Setting(Error),
+}
+
+impl std::fmt::Display for StartError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Listen(address, error) => write!(f, "cannot listen on {address}: {error}"),
+            Self::Setting(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for StartError {}
+
+/// A router that listens.
+#[derive(Debug)]
+pub struct Router {
+    app: Arc<App>,
+    listener: TcpListener,
+    metrics: Option<TcpListener>,
+    address: SocketAddr,
+}
+
+impl Router {
+    /// Binds the ports and registers the engines that the settings name. Nothing is served until [`Router::run`].
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub async fn bind(settings: Settings) -> Result<Self, StartError> {
+        let listener = listen(&settings.host, settings.port).await?;
+        let metrics = match settings.prometheus_port {
+            0 => None,
+            port => match listen(&settings.prometheus_host, port).await {
+                Ok(listener) => Some(listener),
+                // The same series are on the main port; a second router on the host is no reason not to serve.
+                Err(error) => {
+                    tracing::warn!(%error, "no Prometheus port; /metrics on the main port has the same");
+                    None
+                }
+            },
+        };
+        let address = listener.local_addr().map_err(|e| StartError::Listen(settings.host.clone(), e))?;
+        let app = App::new(settings).map_err(StartError::Setting)?;
+        register_named(&app).map_err(StartError::Setting)?;
+        Ok(Self { app, listener, metrics, address })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What it shares between its parts, for tests and live views.
+    pub fn app(&self) -> &Arc<App> {
+        &self.app
+    }
+
+    /// Serves until `shutdown` is ready, then drains: not ready at once, no new work, up to the grace period for what runs.
+    pub async fn run(self, shutdown: impl Future<Output = ()>) {
+        let Self { app, listener, metrics, address } = self;
+        tracing::info!(%address, pd = app.settings.pd_disaggregation, "listening");
+        let (closing, closed) = watch::channel(false);
+        let gate = Arc::clone(&app.gate);
+        let timer = app.runtime.spawn(async move { gate.run_timer().await });
+        let accepting = app.runtime.spawn(accept(Arc::clone(&app), listener, closed.clone(), serve_main));
+        let scraping = metrics.map(|m| app.runtime.spawn(accept(Arc::clone(&app), m, closed, serve_metrics)));
+        shutdown.await;
+        app.drain.start();
+        let grace = app.settings.shutdown_grace_period_secs;
+        tracing::info!(live = app.metrics.live(), grace_s = grace.as_secs_f64(), "draining");
+        let until = Instant::now() + grace;
+        while app.metrics.live() > 0 && Instant::now() < until {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        let left = app.metrics.live();
+        if left > 0 {
+            tracing::warn!(left, "the grace period is over; what still runs is aborted");
+        }
+        accepting.abort();
+        if let Some(scraping) = scraping {
+            scraping.abort();
+        }
+        let _ = closing.send(true);
+        let until = Instant::now() + FLUSH;
+        while app.metrics.connections.load(Ordering::Relaxed) > 0 && Instant::now() < until {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        timer.abort();
+        tracing::info!("stopped");
+    }
+}
+
+fn register_named(app: &Arc<App>) -> Result<(), Error> {
+    let settings = &app.settings;
+    for worker in &settings.worker_urls {
+        registration::register(app, registration::plain(&worker.0, Role::Regular, None)?)?;
+    }
+    for worker in &settings.prefill {
+        registration::register(app, registration::plain(&worker.url.0, Role::Prefill, worker.bootstrap_port)?)?;
+    }
+    for worker in &settings.decode {
+        registration::register(app, registration::plain(&worker.0, Role::Decode, None)?)?;
+    }
+    Ok(())
+}
+
+async fn listen(host: &str, port: u16) -> Result<TcpListener, StartError> {
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let failed = |e: io::Error| StartError::Listen(format!("{host}:{port}"), e);
+    let mut last = io::Error::other("the name has no address");
+    for address in tokio::net::lookup_host((host, port)).await.map_err(failed)? {
+        match listen_on(address) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => last = error,
+        }
+    }
+    Err(failed(last))
+}
+
+fn listen_on(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    // A restarted router must get its port although old connections linger.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
+
+async fn accept<S, F>(app: Arc<App>, listener: TcpListener, closed: watch::Receiver<bool>, serve: S)
+where
+    S: Fn(Arc<App>, TcpStream, watch::Receiver<bool>) -> F + Send,
+    F: Future<Output = ()> + Send + 'static,
+{
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                app.runtime.spawn(serve(Arc::clone(&app), stream, closed.clone()));
+            }
+            // Out of file descriptors, or the client has gone already: the next one may do better.
+            Err(error) => {
+                tracing::warn!(%error, "accept failed");
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        }
+    }
+}
+
+/// Counts an open connection.
+struct Open(Arc<App>);
+
+impl Open {
+    fn new(app: &Arc<App>) -> Self {
+        app.metrics.connections.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(app))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.metrics.connections.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+async fn serve_main(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<bool>) {
+    let answered = Arc::clone(&app);
+    connection(app, stream, closed, move |request| routes::answer(Arc::clone(&answered), request)).await;
+}
+
+async fn serve_metrics(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<bool>) {
+    let answered = Arc::clone(&app);
+    connection(app, stream, closed, move |request: Request<Incoming>| {
+        let app = Arc::clone(&answered);
+        async move {
+            match request.uri().path() {
+                "/metrics" | "/" => info::metrics(&app),
+                "/health" => bytes_reply(200, "text/plain; charset=utf-8", Bytes::from_static(b"OK")),
+                path => error_reply(&not_found(path)),
+            }
+        }
+    })
+    .await;
+}
+
+async fn connection<S, F>(app: Arc<App>, stream: TcpStream, mut closed: watch::Receiver<bool>, answer: S)
+where
+    S: Fn(Request<Incoming>) -> F,
+    F: Future<Output = Reply>,
+{
+    let _open = Open::new(&app);
+    // A stream's events must not wait for an acknowledgement.
+    if stream.set_nodelay(true).is_err() {
+        return;
+    }
+    let service = service_fn(|request| {
+        let answer = answer(request);
+        async move { Ok::<_, Infallible>(answer.await) }
+    });
+    // Half-closed connections count as left: a client that waits for its answer keeps its side open, and engines are freed at once when it
+    // does not.
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIME)
+        .half_close(false)
+        .keep_alive(true)
+        .serve_connection(TokioIo::new(stream), service);
+    let mut connection = pin!(connection);
+    let mut closing = *closed.borrow();
+    loop {
+        if closing {
+            connection.as_mut().graceful_shutdown();
+            let _ = connection.await;
+            return;
+        }
+        tokio::select! {
+            biased;
+            result = connection.as_mut() => {
+                if let Err(error) = result {
+                    tracing::debug!(%error, "client connection");
+                }
+                return;
+            }
+            _ = closed.changed() => closing = true,
+        }
+    }
+}
