@@ -8,6 +8,7 @@ mod read;
 mod reference;
 mod resolve;
 mod rope;
+mod stream;
 mod weave;
 
 use std::convert::Infallible;
@@ -25,6 +26,7 @@ use crate::store::Arena;
 
 pub use json::Merged;
 pub use prefill::PrefillPart;
+pub use stream::{MergedStream, error_event};
 
 /// What of an attempt's replies has to be merged, and how the legs were asked.
 #[derive(Clone, Debug)]
@@ -158,38 +160,6 @@ pub fn join_json(replies: Vec<Merged>, facts: &Facts) -> Result<Merged, Error> {
     todo!()
 }
 
-/// Decode's events with prefill's part merged in; a body without a length. An error after the start is one event
-/// `data: {"error": ...}` and the end; the body itself never fails.
-pub struct MergedStream<B, F> {
-    _body: std::marker::PhantomData<(B, F)>,
-}
-
-impl<B, F> MergedStream<B, F> {
-    /// Figures so far; complete when the stream has ended.
-    pub fn account(&self) -> Account {
-        todo!()
-    }
-
-    /// The error that ended the stream, when one did.
-    pub fn error(&self) -> Option<&Error> {
-        todo!()
-    }
-}
-
-impl<B, F> Body for MergedStream<B, F>
-where
-    B: Body<Data = Bytes> + Unpin,
-    B::Error: std::fmt::Display,
-    F: Future<Output = Result<PrefillPart, Error>>,
-{
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        todo!()
-    }
-}
-
 /// Relays decode's event stream byte for byte, except for events that carry a field which prefill alone knows: those wait for it.
 pub fn merge_sse<B, F>(body: B, prefill: F, plan: Plan, arena: Arena) -> MergedStream<B, F>
 where
@@ -197,8 +167,7 @@ where
     B::Error: std::fmt::Display,
     F: Future<Output = Result<PrefillPart, Error>>,
 {
-    let _ = (body, prefill, plan, arena);
-    todo!()
+    stream::merge(body, prefill, plan, &arena)
 }
 
 /// Joins the merged event streams of a split request: events as they come with their right `index`, one usage event in sum, one

@@ -2,3 +2,4 @@
 #![allow(clippy::unwrap_used)]
 mod json;
 mod kit;
+mod sse;
