@@ -3,7 +3,9 @@ mod emulate;
 mod errors;
 mod load;
 mod reference;
+mod serve;
 mod settings;
+mod simulate;
 
 use pyo3::prelude::*;
 
@@ -18,6 +20,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(reference::settings_page, m)?)?;
     m.add_function(wrap_pyfunction!(reference::errors_page, m)?)?;
     m.add_function(wrap_pyfunction!(reference::metrics_page, m)?)?;
+    m.add_function(wrap_pyfunction!(serve::serve, m)?)?;
+    m.add_function(wrap_pyfunction!(simulate::simulate, m)?)?;
+    m.add_function(wrap_pyfunction!(simulate::sweep, m)?)?;
     m.add_function(wrap_pyfunction!(emulate::emulate_options, m)?)?;
     m.add_function(wrap_pyfunction!(emulate::emulate, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_load, m)?)?;
@@ -30,7 +35,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
 fn warn_of_debug_build(py: Python<'_>) -> PyResult<()> {
     if cfg!(debug_assertions) {
         let category = py.get_type::<pyo3::exceptions::PyRuntimeWarning>();
-        let text = c"r3router._core is a debug build and slow; build it with `make build` or `maturin develop --profile fast`";
+        let text =
+            c"r3router._core is a debug build and slow; build it with `make build` or `maturin develop --profile fast`";
         PyErr::warn(py, &category, text, 1)?;
     }
     Ok(())

@@ -15,11 +15,13 @@ pub(crate) fn bench_load(py: Python<'_>, plan: &str) -> PyResult<String> {
 #[pyfunction]
 pub(crate) fn bench_backend(py: Python<'_>, plans: &str) -> PyResult<()> {
     let plans = serde_json::from_str(plans).map_err(|error| PyValueError::new_err(error.to_string()))?;
-    py.detach(|| backend::serve_blocking(plans, || println!("ready"))).map_err(|error| PyOSError::new_err(error.to_string()))
+    py.detach(|| backend::serve_blocking(plans, || println!("ready")))
+        .map_err(|error| PyOSError::new_err(error.to_string()))
 }
 
 /// Serves the yardstick relay until the process ends; prints `ready`.
 #[pyfunction]
 pub(crate) fn bench_relay(py: Python<'_>, port: u16, prefill: &str, decode: &str) -> PyResult<()> {
-    py.detach(|| relay::relay_blocking(port, prefill, decode, || println!("ready"))).map_err(|error| PyOSError::new_err(error.to_string()))
+    py.detach(|| relay::relay_blocking(port, prefill, decode, || println!("ready")))
+        .map_err(|error| PyOSError::new_err(error.to_string()))
 }

@@ -26,8 +26,6 @@ mod routes;
 mod run;
 mod scale;
 mod server;
-#[cfg(test)]
-mod tests;
 mod truth;
 
 pub use agent::crc32_of;

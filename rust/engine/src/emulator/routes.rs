@@ -304,8 +304,9 @@ pub(crate) fn take_fault(engine: &Arc<Engine>, fault: FaultRequest) -> Result<()
             });
         }
         Beyond::Kill => {
+            engine.listen(false);
             engine.drive.tell(engine.id, Event::Fault(Fault::Kill));
-            engine.died();
+            engine.reset_sockets();
         }
         Beyond::Revive => {
             engine.drive.tell(engine.id, Event::Fault(Fault::Revive));

@@ -2,7 +2,6 @@
 mod decode;
 mod frontend;
 mod prefill;
-mod random;
 mod stop;
 
 use std::sync::Arc;

@@ -1,0 +1,73 @@
+"""`r3router simulate`: scenarios in virtual time."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from r3router.native import core
+
+COLUMNS = (
+    *("scenario", "completed", "failed", "timeouts", "rollouts/s", "in transfer", "running"),
+    *("wait in router s (p50/p99)", "in engine s (p50/p99)"),
+)
+
+
+def row(report: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of one run."""
+
+    def wait(name: str) -> str:
+        return f"{report[name]['p50']:.1f} / {report[name]['p99']:.1f}"
+
+    return (
+        report["scenario"],
+        str(report["completed"]),
+        str(report["failed"]),
+        str(report["engine_timeouts"]),
+        f"{report['rollouts_per_s']:.2f}",
+        str(report["peak_transfer"]),
+        f"{report['mean_running']:.1f}",
+        wait("router_wait_s"),
+        wait("engine_wait_s"),
+    )
+
+
+@click.command(short_help="Run scenarios in virtual time with the real admission.")
+@click.argument("scenarios", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="SCENARIO.toml...")
+@click.option("--json", "as_json", is_flag=True, help="Print each report whole, as JSON.")
+@click.option(
+    "--sweep",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="FOLDER",
+    help="Compare the computed window with fixed ones and with none, over a folder of scenarios.",
+)
+@click.option(
+    "--write", type=click.Path(path_type=Path, dir_okay=False), metavar="PAGE.md", help="With --sweep: write the table there too."
+)
+def command(scenarios: tuple[Path, ...], as_json: bool, sweep: Path | None, write: Path | None) -> None:
+    """Run scenarios in virtual time with the real admission: minutes of fleet time in seconds. Scenarios are in tests/sim/scenarios."""
+    if bool(scenarios) == (sweep is not None):
+        raise click.UsageError("name scenario files, or a folder with --sweep FOLDER")
+    if write is not None and sweep is None:
+        raise click.UsageError("--write goes with --sweep")
+    # The core runs without the interpreter, which would otherwise keep an interrupt until the end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        if sweep is not None:
+            click.echo(core.sweep(sweep, write))
+            return
+        reports = [core.simulate(path) for path in scenarios]
+    except core.SettingsError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+    if as_json:
+        click.echo("\n".join(reports))
+        return
+    lines = [COLUMNS, *(row(json.loads(report)) for report in reports)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(COLUMNS))]
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        click.echo("  ".join([line[0].ljust(widths[0]), *cells[1:]]))
