@@ -183,7 +183,8 @@ impl Book {
             let attempts = std::mem::take(&mut rank.attempts);
             for attempt in &attempts {
                 let a = &mut self.attempts[*attempt];
-                if a.leaked && a.finished.is_some_and(|end| end <= measured) {
+                let here = a.decode == (worker, usize::from(report.rank));
+                if here && a.leaked && a.finished.is_some_and(|end| end <= measured) {
                     a.leaked = false;
                 }
             }

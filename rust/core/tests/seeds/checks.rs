@@ -186,6 +186,16 @@ impl Book {
         }
     }
 
+    /// The router asks to be called again before the first deadline passes unseen.
+    pub(crate) fn check_timer(&self, next: Option<Ns>) -> Result<(), Violation> {
+        let first = self.waiting.values().flatten().map(|w| w.deadline).min().unwrap_or(Ns::MAX);
+        // In a pause deadlines stand still. One nanosecond after is in time.
+        if self.paused.is_none() && first != Ns::MAX && next.is_none_or(|next| next > first + 1) {
+            return broken("timers", format!("the first deadline is {first}, the next poll is asked for at {next:?}"));
+        }
+        Ok(())
+    }
+
     /// After a poll: nothing waits past its deadline, and nothing waits that an idle pair would take.
     pub(crate) fn check_waiting(&self, now: Ns) -> Result<(), Violation> {
         if self.paused.is_some() || self.queued == 0 {

@@ -254,6 +254,7 @@ impl<R: Router> Run<'_, R> {
         for decision in decisions {
             self.decide(decision, &mut touched)?;
         }
+        self.book.check_timer(next.map(|n| n.0))?;
         if let Some(next) = next {
             if next.0 <= self.now {
                 return broken("timers", format!("poll asks to be called again at {}, it is {}", next.0, self.now));

@@ -2,6 +2,7 @@
 use std::time::Duration;
 
 use r3router_core::admission::{Failure, Outcome};
+use r3router_core::load::RankReport;
 use r3router_core::time::Moment;
 use r3router_core::topology::{RankId, Role, WorkerSpec};
 
@@ -10,6 +11,19 @@ use crate::drive::{Event, Run, State, note};
 use crate::engines::{Place, Said};
 use crate::plan::{Fate, Ns, SEC};
 use crate::router::Router;
+
+/// A report for the trace.
+fn brief(r: &RankReport) -> String {
+    let n = |v: Option<u32>| v.map_or("-".to_owned(), |v| v.to_string());
+    let tokens = r.used_tokens.or(r.waiting_uncached_tokens).map_or("-".to_owned(), |v| v.to_string());
+    let (running, waiting, transfer) = (n(r.running), n(r.waiting_total), n(r.transfer));
+    let (retracted, mamba) = (n(r.retracted), n(r.mamba_free));
+    let at = r.measured_at.as_secs_f64();
+    format!(
+        "[@{} t {at:.3} run {running} wait {waiting} transfer {transfer} retracted {retracted} mamba {mamba} tokens {tokens}]",
+        r.rank
+    )
+}
 
 impl<R: Router> Run<'_, R> {
     pub(crate) fn handle(&mut self, event: Event) -> Result<(), Violation> {
@@ -24,7 +38,10 @@ impl<R: Router> Run<'_, R> {
             Event::Leave(call) => self.leave(call)?,
             Event::Measure(worker) => self.measure(worker),
             Event::Report(worker, reports) => {
-                note!(self, "report of worker {worker}: {reports:?}");
+                if self.trace.is_some() {
+                    let text: Vec<_> = reports.iter().map(brief).collect();
+                    note!(self, "report of worker {worker}: {}", text.join(", "));
+                }
                 // A report that arrives after the removal is told too; it must change nothing.
                 self.router.report(self.book.workers[worker].id, &reports, Moment(self.now));
                 self.book.report(worker, &reports, self.now);

@@ -28,6 +28,9 @@ use crate::plan::Plan;
 const SEEDS: u64 = 10_000;
 /// Lines of a trace that a failure prints.
 const TRACE_LINES: usize = 40;
+/// How many of them may be reports.
+const TRACE_REPORTS: usize = 8;
+const REPORT: &str = " report of worker";
 
 /// Seeds that must reach everything in [`REACHED`].
 const ENOUGH_TO_REACH_ALL: u64 = 2000;
@@ -81,6 +84,16 @@ fn explain(seed: u64, steps: u64, lines: usize) -> String {
             "seed {seed} failed at step {steps} and does not when it runs again: it is not deterministic"
         ),
     };
+    // Reports are most of a trace and seldom the cause: only the last few are shown.
+    let reports = trace.iter().filter(|line| line.contains(REPORT)).count();
+    let mut shown = 0;
+    let trace: Vec<_> = trace
+        .iter()
+        .filter(|line| {
+            shown += usize::from(line.contains(REPORT));
+            !line.contains(REPORT) || shown + TRACE_REPORTS > reports
+        })
+        .collect();
     for line in &trace[trace.len().saturating_sub(lines)..] {
         let _ = writeln!(text, "  {}", line.chars().take(600).collect::<String>());
     }

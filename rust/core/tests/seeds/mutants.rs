@@ -63,6 +63,11 @@ struct Mutant {
     ends: u32,
     /// Tickets that were given out for requests that the core has not seen, with their bytes.
     held: HashMap<Ticket, u64>,
+    bytes: HashMap<Ticket, u64>,
+    /// Cancelled, and kept in the core's queue.
+    kept: HashMap<Ticket, u64>,
+    urls: HashMap<WorkerId, std::sync::Arc<str>>,
+    removed: Vec<std::sync::Arc<str>>,
     first_of: HashMap<u64, Ticket>,
     swapped: HashMap<Ticket, Ticket>,
     made_up: u64,
@@ -76,6 +81,10 @@ impl Mutant {
             rooms: HashMap::new(),
             ends: 0,
             held: HashMap::new(),
+            bytes: HashMap::new(),
+            kept: HashMap::new(),
+            urls: HashMap::new(),
+            removed: Vec::new(),
             first_of: HashMap::new(),
             swapped: HashMap::new(),
             made_up: 0,
@@ -98,7 +107,11 @@ impl Mutant {
 impl Router for Mutant {
     fn add_worker(&mut self, mut spec: WorkerSpec, now: Moment) -> WorkerId {
         spec.facts = self.bend(spec.facts);
-        self.core.add_worker(spec, now)
+        let url = spec.url.clone();
+        let id = self.core.add_worker(spec, now);
+        self.removed.retain(|u| *u != url);
+        self.urls.insert(id, url);
+        id
     }
 
     fn update_facts(&mut self, id: WorkerId, facts: EngineFacts, now: Moment) {
@@ -107,7 +120,9 @@ impl Router for Mutant {
     }
 
     fn remove_worker(&mut self, id: WorkerId, now: Moment) {
-        if self.fault != Fault::IgnoresRemoval {
+        if self.fault == Fault::IgnoresRemoval {
+            self.removed.extend(self.urls.get(&id).cloned());
+        } else {
             self.core.remove_worker(id, now);
         }
     }
@@ -162,8 +177,9 @@ impl Router for Mutant {
             }
             _ => {}
         }
-        let key = request.key;
+        let (key, bytes) = (request.key, request.body_bytes);
         let ticket = self.core.submit(request, now)?;
+        self.bytes.insert(ticket, bytes);
         if self.fault == Fault::SwapsInsideKey {
             if let Some(first) = self.first_of.remove(&key) {
                 self.swapped.insert(first, ticket);
@@ -176,7 +192,12 @@ impl Router for Mutant {
     }
 
     fn cancel(&mut self, ticket: Ticket) {
-        if self.fault != Fault::IgnoresCancel && self.held.remove(&ticket).is_none() {
+        if self.held.remove(&ticket).is_some() {
+            return;
+        }
+        if self.fault == Fault::IgnoresCancel {
+            self.kept.insert(ticket, self.bytes[&ticket]);
+        } else {
             self.core.cancel(ticket);
         }
     }
@@ -184,7 +205,14 @@ impl Router for Mutant {
     fn poll(&mut self, now: Moment, out: &mut Vec<Decision>) -> Option<Moment> {
         let next = self.core.poll(now, out);
         for decision in out {
-            let Decision::Bind(b) = decision else { continue };
+            let b = match decision {
+                Decision::Bind(b) => b,
+                Decision::Refuse(ticket, _) => {
+                    self.kept.remove(ticket);
+                    continue;
+                }
+            };
+            self.kept.remove(&b.ticket);
             self.first_of.retain(|_, t| *t != b.ticket);
             match self.fault {
                 Fault::ReusesRooms => b.room = *self.rooms.entry((b.prefill, 0)).or_insert(b.room),
@@ -240,8 +268,10 @@ impl Router for Mutant {
                 view.open = view.open.saturating_sub(1);
             }
         }
-        shown.queued += self.held.len();
+        shown.queued = (shown.queued + self.held.len()).saturating_sub(self.kept.len());
         shown.queued_bytes += self.held.values().sum::<u64>();
+        shown.queued_bytes = shown.queued_bytes.saturating_sub(self.kept.values().sum());
+        shown.ranks.retain(|view| !self.removed.contains(&view.url));
         shown
     }
 }
@@ -279,7 +309,7 @@ fn one_request_over_capacity_is_seen() {
     is_caught_as(Fault::TwiceTheKv, "capacity");
     is_caught_as(Fault::OneMambaSlot, "capacity");
     is_caught_as(Fault::EndlessBatch, "prefill");
-    is_caught_as(Fault::ForgetsLeaks, "released-once");
+    is_caught_as(Fault::ForgetsLeaks, "free");
 }
 
 #[test]
@@ -291,7 +321,7 @@ fn wrong_rooms_are_seen() {
 #[test]
 fn starving_is_seen() {
     is_caught_as(Fault::StarvesKey, "starved");
-    is_caught_as(Fault::NeverSetsTimers, "deadline");
+    is_caught_as(Fault::NeverSetsTimers, "timers");
 }
 
 #[test]

@@ -186,7 +186,7 @@ impl Plan {
             queue_max_bytes: if rng.percent(5) { rng.range(10_000, 200_000) } else { 1 << 30 },
             kv_margin: rng.pick(&[0.0, 0.05, 0.05, 0.1]),
             default_max_new_tokens: rng.pick(&[256, 4096]),
-            stale_after: Duration::from_millis(rng.pick(&[1000, 2000, 5000])),
+            stale_after: Duration::from_millis(rng.pick(&[1000, 2000, 2000, 5000])),
             max_overtakes: rng.pick(&[0, 1, 4, 16, 64]),
             arena_bytes: arena,
             affinity_bytes: rng.pick(&[0, 4096, 1 << 20]),
@@ -202,7 +202,7 @@ impl Plan {
             faults,
             honest,
             net: rng.range(50_000, 5 * MS),
-            delivery: if honest { 100_000 * SEC } else { rng.range(2, 60) * SEC },
+            delivery: if honest { 100_000 * SEC } else { rng.range(1, 20) * SEC },
             joins,
             retries: if honest { 0 } else { rng.range(0, 2) as u32 },
             run: rng.bits(),
@@ -222,7 +222,7 @@ fn fleet(rng: &mut Rng, honest: bool, regular: bool) -> Vec<Engine> {
 }
 
 fn side(rng: &mut Rng, honest: bool, role: Role, engines: &mut Vec<Engine>) {
-    let total = rng.skewed(1, 64) as u16;
+    let total = if rng.percent(70) { rng.skewed(1, 8) } else { rng.skewed(1, 64) } as u16;
     let base = truth(rng);
     let uniform = rng.percent(50);
     let mut left = total;
@@ -242,7 +242,7 @@ fn side(rng: &mut Rng, honest: bool, role: Role, engines: &mut Vec<Engine>) {
             ranks,
             truth,
             told,
-            every: rng.range(100, 800) * MS,
+            every: rng.range(250, 900) * MS,
             delay: rng.range(1, 40) * MS,
         });
         if engines.iter().filter(|e| e.role == role).count() >= 12 {
@@ -328,7 +328,7 @@ pub(crate) fn gaps(rng: &mut Rng, mut facts: EngineFacts) -> EngineFacts {
 }
 
 fn workload(rng: &mut Rng, honest: bool, ranks: u64, pool: u64, arena: Option<u64>) -> Vec<Call> {
-    let count = (rng.skewed(4, 24) + ranks * rng.range(0, 2)).min(160);
+    let count = (rng.skewed(3, 30) + ranks * rng.range(0, 2)).min(120);
     let keys = rng.pick(&[1, 2, 5, 12]);
     let span = rng.range(0, 6) * SEC;
     let burst = rng.percent(40);

@@ -67,6 +67,7 @@ impl Book {
             let shown = view.in_transfer;
             return broken("released-once", format!("{at}: {shown} in transfer shown, {transfer} are, {leaks} leaked"));
         }
+        self.check_free(place, view, i64::from(open + leaks))?;
         let worker = &self.workers[place.0];
         let ejected = ["breaker", "eject", "unreachable", "connect"].iter().any(|word| view.closed.contains(word));
         let threshold = self.config.breaker_threshold;
@@ -76,6 +77,30 @@ impl Book {
             return broken(
                 "breaker",
                 format!("{at} is closed ({}) after {charged} failures of {threshold}", view.closed),
+            );
+        }
+        Ok(())
+    }
+
+    /// What is shown as free leaves out our own attempts and what leaked.
+    fn check_free(&self, place: Place, view: &RankView, held: i64) -> Result<(), Violation> {
+        let worker = &self.workers[place.0];
+        if worker.role == Role::Prefill {
+            return Ok(());
+        }
+        let at = format!("{}@{}", view.url, view.rank);
+        if let Some((_, rows)) = self.rows(place)
+            && view.rows_free > rows as i64 - held
+        {
+            return broken("free", format!("{at}: {} rows free shown, {held} of {rows} are held", view.rows_free));
+        }
+        let per = i64::from(worker.facts.mamba_slots_per_request.unwrap_or(1).max(1));
+        if let Some(slots) = worker.facts.mamba_slots
+            && view.mamba_free > i64::from(slots) / per - held
+        {
+            return broken(
+                "free",
+                format!("{at}: {} mamba free shown, {held} x {per} of {slots} held", view.mamba_free),
             );
         }
         Ok(())
