@@ -1,9 +1,23 @@
 //! The pure core of r3router: admission, pairing, JSON splicing and R3 merging as state machines without a clock, sockets or threads.
 pub mod admission;
+pub mod affinity;
+pub mod capacity;
+pub mod egress;
 pub mod error;
+pub mod estimate;
+mod fleet;
+pub mod health;
+pub mod ledger;
 pub mod load;
+mod pairing;
+pub mod queue;
 pub mod r3;
+pub mod reason;
+pub mod room;
+pub mod service;
 pub mod sse;
 pub mod time;
 pub mod topology;
+pub mod tournament;
+pub mod window;
 pub mod wire;

@@ -5,10 +5,28 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::affinity::Affinity;
 use crate::error::Error;
-use crate::load::RankReport;
+use crate::fleet::Fleet;
+use crate::health::{Cooldowns, RetryBudget};
+use crate::queue::Queue;
+use crate::reason::{Counters, Reason};
+use crate::room::Rooms;
 use crate::time::Moment;
-use crate::topology::{EngineFacts, RankId, Role, WorkerId, WorkerSpec};
+use crate::topology::{RankId, Role};
+use crate::window::Flow;
+
+mod attempts;
+mod decide;
+mod registry;
+mod settle;
+mod submit;
+#[cfg(test)]
+mod tests;
+mod view;
+
+use attempts::Attempts;
+use decide::Hold;
 
 /// How many transfers a decode rank may have in flight.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -269,85 +287,102 @@ pub struct Snapshot {
 pub struct Admission {
     config: AdmissionConfig,
     returns: Arc<Returns>,
+    /// Permits that came back by drop; a buffer that is kept.
+    came_back: Vec<u64>,
+    fleet: Fleet,
+    queue: Queue,
+    attempts: Attempts,
+    affinity: Affinity,
+    cooldowns: Cooldowns,
+    retries: RetryBudget,
+    rooms: Rooms,
+    flow: Flow,
+    counters: Counters,
+    arena_reserved: u64,
+    /// The request that was overtaken too often, and what is kept for it.
+    hold: Option<Hold>,
+    paused_since: Option<Moment>,
+    /// Pauses that are over, nanoseconds.
+    paused_total: u64,
+    /// Next ranks of the plain round robin, when the admission is switched off.
+    turns: [usize; 2],
+    next_tick: Moment,
+    last_tick: Moment,
+    /// Something became possible since the last pass over the queue.
+    dirty: bool,
+    /// Entries that the running pass skipped; a buffer that is kept.
+    skips: Vec<u32>,
+    /// The last pass did not reach the end of the queue.
+    cut_short: bool,
+    /// What stopped the last pass.
+    blocked: Reason,
+    /// Prefill or the windows held requests back at every tick since the flow was last read.
+    flow_limited: bool,
+    /// Requests wait for prefill ranks that have their prefix.
+    prefix_waits: bool,
+    /// Tokens that idle prefill ranks could have computed meanwhile.
+    idle_tokens: f64,
 }
 
-#[allow(clippy::todo, unused_variables, clippy::needless_pass_by_value, clippy::needless_pass_by_ref_mut, dead_code)]
+impl std::fmt::Debug for Admission {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Admission")
+            .field("queued", &self.queue.len())
+            .field("ranks", &self.fleet.ranks.len())
+            .finish_non_exhaustive()
+    }
+}
+
 impl Admission {
     /// An empty fleet. `wake` is called (from any thread, under no lock) when a dropped permit makes a new `poll` worthwhile.
     pub fn new(config: AdmissionConfig, wake: Box<dyn Fn() + Send + Sync>) -> Self {
-        Self { config, returns: Arc::new(Returns { dropped: parking_lot::Mutex::default(), wake }) }
+        Self {
+            returns: Arc::new(Returns { dropped: parking_lot::Mutex::default(), wake }),
+            came_back: Vec::new(),
+            fleet: Fleet::new(&config),
+            queue: Queue::default(),
+            attempts: Attempts::default(),
+            affinity: Affinity::new(config.affinity_bytes),
+            cooldowns: Cooldowns::default(),
+            retries: RetryBudget::default(),
+            rooms: Rooms::new(config.seed),
+            flow: Flow::default(),
+            counters: Counters::default(),
+            arena_reserved: 0,
+            hold: None,
+            paused_since: None,
+            paused_total: 0,
+            turns: [0; 2],
+            next_tick: Moment::ZERO,
+            last_tick: Moment::ZERO,
+            dirty: false,
+            skips: Vec::new(),
+            cut_short: false,
+            blocked: Reason::Queued,
+            flow_limited: true,
+            prefix_waits: false,
+            idle_tokens: 0.0,
+            config,
+        }
     }
 
-    /// Adds one registration of an engine. The same URL may be registered again after a removal: a new generation.
-    pub fn add_worker(&mut self, spec: WorkerSpec, now: Moment) -> WorkerId {
-        todo!()
+    /// The settings that it runs with.
+    pub fn config(&self) -> &AdmissionConfig {
+        &self.config
     }
 
-    /// Replaces what is known of a worker.
-    pub fn update_facts(&mut self, id: WorkerId, facts: EngineFacts, now: Moment) {
-        todo!()
+    /// Takes one retry out of the fleet's budget: one for five requests, and ten a second.
+    pub fn take_retry(&mut self, now: Moment) -> bool {
+        self.retries.take(now)
     }
 
-    /// Removes a worker with all of its ranks. Open permits on it stay valid and release nothing on it.
-    pub fn remove_worker(&mut self, id: WorkerId, now: Moment) {
-        todo!()
+    /// The queue's own clock: it stands still while the fleet is paused. Nanoseconds.
+    fn queue_time(&self, now: Moment) -> u64 {
+        self.paused_since.unwrap_or(now).0.saturating_sub(self.paused_total)
     }
 
-    /// Takes a worker out of choice without touching its open attempts, or back in.
-    pub fn set_draining(&mut self, id: WorkerId, draining: bool) {
-        todo!()
-    }
-
-    /// The whole fleet is paused (rollout control): nothing is bound, deadlines stand still.
-    pub fn set_paused(&mut self, paused: bool, now: Moment) {
-        todo!()
-    }
-
-    /// An engine's load report. Ranks that are not in it keep their old one.
-    pub fn report(&mut self, id: WorkerId, ranks: &[RankReport], now: Moment) {
-        todo!()
-    }
-
-    /// Queues a request.
-    ///
-    /// # Errors
-    /// At once when the queue is full, no worker of a role exists, or the request is larger than every rank.
-    pub fn submit(&mut self, request: Request, now: Moment) -> Result<Ticket, Error> {
-        todo!()
-    }
-
-    /// Takes a waiting request out. Unknown tickets are ignored (it may have been bound a moment ago).
-    pub fn cancel(&mut self, ticket: Ticket) {
-        todo!()
-    }
-
-    /// Appends every decision that can be taken now. Returns when to call again if nothing else happens before.
-    pub fn poll(&mut self, now: Moment, out: &mut Vec<Decision>) -> Option<Moment> {
-        todo!()
-    }
-
-    /// The KV of this attempt has arrived on decode (P's reply, or D's first token): releases the transfer slot.
-    pub fn delivered(&mut self, permit: &Permit, now: Moment) {
-        todo!()
-    }
-
-    /// One leg's engine is done with it (reply read to its end, or failed): releases what the leg held on its engine.
-    pub fn leg_ended(&mut self, permit: &Permit, role: Role, now: Moment) {
-        todo!()
-    }
-
-    /// `bytes` of R3 text left an engine in `took`; feeds its measured emission rate.
-    pub fn emitted(&mut self, id: WorkerId, bytes: u64, took: Duration, now: Moment) {
-        todo!()
-    }
-
-    /// The attempt is over; releases everything that is still held, and counts the outcome.
-    pub fn finish(&mut self, permit: Permit, outcome: Outcome, now: Moment) {
-        todo!()
-    }
-
-    /// What can be seen of the state now.
-    pub fn snapshot(&self, now: Moment) -> Snapshot {
-        todo!()
+    /// Pause time up to now, nanoseconds.
+    fn paused_for(&self, now: Moment) -> u64 {
+        self.paused_total + self.paused_since.map_or(0, |s| now.0.saturating_sub(s.0))
     }
 }

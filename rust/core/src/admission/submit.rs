@@ -1,0 +1,180 @@
+//! Requests come and go.
+use super::{Admission, Request, Ticket};
+use crate::error::{Error, Kind, Source};
+use crate::reason::Reason;
+use crate::time::Moment;
+use crate::topology::Role;
+
+/// When to come back after the queue was full: long enough to be worth it, short enough to keep the fleet busy.
+const RETRY_AFTER: std::time::Duration = std::time::Duration::from_secs(1);
+
+impl Admission {
+    /// Queues a request.
+    ///
+    /// # Errors
+    /// At once when the queue is full, no worker of a role exists, or the request is larger than every rank.
+    pub fn submit(&mut self, request: Request, now: Moment) -> Result<Ticket, Error> {
+        self.take_returns(now);
+        if !request.retry {
+            self.retries.request();
+        }
+        self.check_workers(now)?;
+        self.check_size(&request)?;
+        self.check_queue(&request)?;
+        let paused_before = self.paused_for(now);
+        let due =
+            if request.deadline == Moment::NEVER { u64::MAX } else { request.deadline.0.saturating_sub(paused_before) };
+        // A retry goes first, and a queue that was looked through to its end has room for another look.
+        self.dirty |= request.retry || !self.cut_short;
+        let index = self.queue.push(request, now, paused_before, due);
+        Ok(Ticket(self.queue.ticket(index)))
+    }
+
+    /// Takes a waiting request out. Unknown tickets are ignored (it may have been bound a moment ago).
+    pub fn cancel(&mut self, ticket: Ticket) {
+        if let Some(index) = self.queue.find(ticket.0) {
+            self.let_go(ticket.0, self.last_tick);
+            self.queue.remove(index);
+            self.counters.add(Reason::Cancelled);
+            self.dirty = true;
+        }
+    }
+
+    fn check_workers(&mut self, now: Moment) -> Result<(), Error> {
+        let roles: &[Role] = if self.fleet.is_pd() { &[Role::Prefill, Role::Decode] } else { &[Role::Regular] };
+        for &role in roles {
+            let name = match (role, self.fleet.is_pd()) {
+                (Role::Prefill, _) => "prefill",
+                (Role::Decode, _) => "decode",
+                (Role::Regular, _) => "regular (or prefill and decode)",
+            };
+            if self.fleet.registered(role) == 0 {
+                self.counters.add(Reason::NoWorkers);
+                return Err(Error::new(Kind::NoWorkers, Source::Router, format!("no {name} worker is registered"))
+                    .with_limit(1.0, 0.0)
+                    .advise(format!("register a {name} worker, by flag or by POST /workers"))
+                    .retry_after(RETRY_AFTER));
+            }
+            if !self.config.enabled {
+                continue;
+            }
+            let mut soonest: Option<Moment> = None;
+            let mut all_open = true;
+            for worker in self.fleet.of_role(role) {
+                match worker.breaker.opens_at() {
+                    Some(at) if now < at => soonest = Some(soonest.map_or(at, |s| s.min(at))),
+                    _ => all_open = false,
+                }
+            }
+            if all_open && let Some(at) = soonest {
+                self.counters.add(Reason::NoWorkers);
+                let count = self.fleet.registered(role);
+                return Err(Error::new(
+                    Kind::NoWorkers,
+                    Source::Router,
+                    format!("all {count} {name} workers are out of choice after failures"),
+                )
+                .with_limit(1.0, 0.0)
+                .advise("look at the engines' logs; each is probed again by itself")
+                .retry_after(at.since(now)));
+            }
+        }
+        Ok(())
+    }
+
+    /// A request that no rank could hold when idle would wait for ever.
+    fn check_size(&mut self, request: &Request) -> Result<(), Error> {
+        let max_new = self.max_new(request);
+        let pd = self.fleet.is_pd();
+        if let Some(r3) = request.r3
+            && self.config.enabled
+            && r3.arena > self.config.arena_bytes
+        {
+            self.counters.add(Reason::TooLarge);
+            return Err(Error::new(
+                Kind::R3ArenaTooSmall,
+                Source::Client,
+                format!(
+                    "the request's routed experts need {} bytes, the whole R3 arena has {}",
+                    r3.arena, self.config.arena_bytes
+                ),
+            )
+            .with_limit(self.config.arena_bytes as f64, r3.arena as f64)
+            .advise("raise the R3 arena's size, or ask for fewer tokens"));
+        }
+        let sides: &[Role] = if pd { &[Role::Decode, Role::Prefill] } else { &[Role::Regular] };
+        for &role in sides {
+            let (mut fits, mut best) = (false, None);
+            for rank in self.fleet.ranks.iter().filter(|r| r.live && r.role == role) {
+                let (ok, needs, limit) = match role {
+                    Role::Prefill => (
+                        rank.capacity.fits_prompt(request.prompt_tokens),
+                        rank.capacity.prompt_kv(request.prompt_tokens),
+                        rank.capacity.kv_pool.min(rank.capacity.max_prompt),
+                    ),
+                    _ => (
+                        rank.capacity.fits_idle(request.prompt_tokens, max_new),
+                        rank.capacity.kv_need(request.prompt_tokens, max_new),
+                        rank.capacity.kv_pool.min(rank.capacity.max_prompt),
+                    ),
+                };
+                if ok {
+                    fits = true;
+                    break;
+                }
+                if best.is_none_or(|(_, l)| limit > l) {
+                    best = Some((needs, limit));
+                }
+            }
+            if fits || !self.config.enabled {
+                continue;
+            }
+            let (needs, limit) = best.unwrap_or_default();
+            let name = match role {
+                Role::Prefill => "prefill",
+                Role::Decode => "decode",
+                Role::Regular => "regular",
+            };
+            self.counters.add(Reason::TooLarge);
+            return Err(Error::new(
+                Kind::TooLargeForFleet,
+                Source::Client,
+                format!(
+                    "a prompt of {} tokens needs {needs} tokens of KV, the largest {name} rank has {limit}",
+                    request.prompt_tokens
+                ),
+            )
+            .with_limit(limit as f64, needs as f64)
+            .advise("shorten the prompt or max_new_tokens, or add ranks with a larger KV pool"));
+        }
+        Ok(())
+    }
+
+    fn check_queue(&mut self, request: &Request) -> Result<(), Error> {
+        let (limit, measured, what) = if self.queue.len() >= self.config.queue_max_requests {
+            (self.config.queue_max_requests as f64, self.queue.len() as f64, "requests")
+        } else if self.queue.bytes().saturating_add(request.body_bytes) > self.config.queue_max_bytes {
+            let bytes = self.queue.bytes().saturating_add(request.body_bytes);
+            (self.config.queue_max_bytes as f64, bytes as f64, "body bytes")
+        } else {
+            return Ok(());
+        };
+        self.counters.add(Reason::QueueFull);
+        Err(Error::new(
+            Kind::QueueFull,
+            Source::Router,
+            format!(
+                "{measured} {what} wait or would wait in the router, the limit is {limit}; held by: {}",
+                self.blocked.name()
+            ),
+        )
+        .with_limit(limit, measured)
+        .advise("send fewer requests at once, or raise the queue's limit")
+        .retry_after(RETRY_AFTER))
+    }
+
+    /// Growth room that a request is given.
+    pub(super) fn max_new(&self, request: &Request) -> u32 {
+        request.max_new_tokens.unwrap_or(self.config.default_max_new_tokens)
+    }
+}

@@ -1,0 +1,184 @@
+//! Estimators: a windowed low quantile and a rate per second. Fixed memory, no allocation.
+use crate::time::Moment;
+
+/// Buckets per doubling.
+const PER_OCTAVE: f64 = 8.0;
+/// Values below this are counted as this, seconds.
+const SMALLEST: f64 = 50e-6;
+/// Covers 50 us to about 50 minutes.
+const BUCKETS: usize = 208;
+/// When so many samples are held, all counts are halved: older samples fade.
+const HALVE_AT: u32 = 256;
+
+/// Quantiles of recent durations, to about 9 %.
+#[derive(Clone, Debug)]
+pub struct Quantiles {
+    counts: [u16; BUCKETS],
+    total: u32,
+}
+
+impl Default for Quantiles {
+    fn default() -> Self {
+        Self { counts: [0; BUCKETS], total: 0 }
+    }
+}
+
+impl Quantiles {
+    /// Counts a duration in seconds.
+    pub fn record(&mut self, secs: f64) {
+        let bucket = ((secs / SMALLEST).max(1.0).log2() * PER_OCTAVE) as usize;
+        let bucket = bucket.min(BUCKETS - 1);
+        self.counts[bucket] += 1;
+        self.total += 1;
+        if self.total >= HALVE_AT {
+            self.total = 0;
+            for c in &mut self.counts {
+                *c /= 2;
+                self.total += u32::from(*c);
+            }
+        }
+    }
+
+    /// Samples that are held.
+    pub fn samples(&self) -> u32 {
+        self.total
+    }
+
+    /// The `q` quantile in seconds (the middle of its bucket), `None` without samples.
+    pub fn quantile(&self, q: f64) -> Option<f64> {
+        if self.total == 0 {
+            return None;
+        }
+        let wanted = (f64::from(self.total) * q).floor() as u32 + 1;
+        let mut seen = 0;
+        for (i, &c) in self.counts.iter().enumerate() {
+            seen += u32::from(c);
+            if seen >= wanted.min(self.total) {
+                return Some(SMALLEST * ((i as f64 + 0.5) / PER_OCTAVE).exp2());
+            }
+        }
+        None
+    }
+}
+
+/// A rate per second that remembers what a source can do: it follows rises at once, and falls only while the source was what
+/// limited the flow. (A queue that ran empty says nothing about the server behind it.)
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rate {
+    sum: f64,
+    events: u32,
+    since: Moment,
+    rate: f64,
+    known: bool,
+}
+
+/// Events that make a bucket worth reading.
+const ENOUGH: u32 = 16;
+/// A bucket without enough events is read after so many spans.
+const PATIENCE: f64 = 4.0;
+
+impl Rate {
+    /// Counts `amount` at `now`.
+    pub fn add(&mut self, amount: f64, now: Moment) {
+        if self.events == 0 && !self.known && self.sum == 0.0 && self.since == Moment::ZERO {
+            self.since = now;
+        }
+        self.sum += amount;
+        self.events += 1;
+    }
+
+    /// Reads the running bucket when it is old and full enough, and says whether it was. `limited`: the source was what
+    /// held the flow back.
+    pub fn roll(&mut self, now: Moment, span: f64, limited: bool) -> bool {
+        if self.since == Moment::ZERO {
+            self.since = now;
+            return false;
+        }
+        let dt = now.since(self.since).as_secs_f64();
+        if dt < span || (self.events < ENOUGH && dt < PATIENCE * span) {
+            return false;
+        }
+        let sample = self.sum / dt.max(1e-9);
+        if !self.known {
+            if self.events > 0 {
+                self.rate = sample;
+                self.known = true;
+            }
+        } else if sample > self.rate {
+            self.rate += 0.5 * (sample - self.rate);
+        } else if limited {
+            self.rate += 0.25 * (sample - self.rate);
+        }
+        self.sum = 0.0;
+        self.events = 0;
+        self.since = now;
+        true
+    }
+
+    /// Units per second; `None` before the first bucket with an event was read.
+    pub fn get(&self) -> Option<f64> {
+        self.known.then_some(self.rate)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_low_quantile_ignores_a_slow_majority_of_outliers() {
+        let mut q = Quantiles::default();
+        for i in 0..100 {
+            q.record(if i % 5 == 0 { 1.0 } else { 30.0 });
+        }
+        let low = q.quantile(0.1).unwrap();
+        assert!((0.9..1.1).contains(&low), "{low}");
+    }
+
+    #[test]
+    fn old_samples_fade() {
+        let mut q = Quantiles::default();
+        for _ in 0..1000 {
+            q.record(1.0);
+        }
+        for _ in 0..2000 {
+            q.record(8.0);
+        }
+        let low = q.quantile(0.05).unwrap();
+        assert!((7.2..8.8).contains(&low), "{low}");
+    }
+
+    #[test]
+    fn a_rate_does_not_fall_while_nothing_is_asked_of_the_source() {
+        let mut r = Rate::default();
+        let mut now = Moment::from_secs_f64(1.0);
+        for _ in 0..100 {
+            now = now + std::time::Duration::from_millis(100);
+            r.add(1.0, now);
+            r.roll(now, 1.0, true);
+        }
+        let busy = r.get().unwrap();
+        assert!((9.0..11.5).contains(&busy), "{busy}");
+        for _ in 0..100 {
+            now = now + std::time::Duration::from_secs(1);
+            r.roll(now, 1.0, false);
+        }
+        assert!((r.get().unwrap() - busy).abs() < 1e-9);
+        for _ in 0..100 {
+            now = now + std::time::Duration::from_secs(1);
+            r.roll(now, 1.0, true);
+        }
+        assert!(r.get().unwrap() < 0.1);
+    }
+
+    proptest! {
+        #[test]
+        fn a_quantile_lies_within_a_bucket_of_a_sample(values in proptest::collection::vec(1e-4f64..600.0, 1..100), q in 0.0f64..1.0) {
+            let mut h = Quantiles::default();
+            for &v in &values { h.record(v); }
+            let got = h.quantile(q).unwrap();
+            prop_assert!(values.iter().any(|&v| (got / v) < 1.1 && (v / got) < 1.1), "{got} {values:?}");
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! Chooses a prefill rank and a decode rank for a request: a whole pair or nothing.
+//!
+//! Decode: the rank with the most headroom that can hold the request. Prefill: the rank that has the prompt's prefix, while
+//! it has credit; else, the least loaded rank, when computing the prefix again there costs less than waiting for the one that
+//! has it, or when ranks stood idle for as long as that costs ([`Need::idle_tokens`]; the ski-rental rule, which is never
+//! worse than twice the best choice in hindsight). So one hot prefix spreads, and sessions stay where they are.
+use crate::admission::Request;
+use crate::affinity::{Affinity, BLOCK_TOKENS, Match};
+use crate::fleet::{Fleet, takes};
+use crate::health::Cooldowns;
+use crate::reason::Reason;
+use crate::time::Moment;
+use crate::topology::{RankId, Role, WorkerId};
+
+/// A regular rank with the prefix is left when it has so many more requests than the best one, at least...
+const REGULAR_SLACK: i64 = 4;
+
+/// Ranks that are kept for a request that was overtaken too often.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Kept {
+    pub(crate) prefill: Option<u32>,
+    pub(crate) decode: Option<u32>,
+}
+
+/// What is looked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Need<'a> {
+    pub(crate) request: &'a Request,
+    /// `max_new_tokens`, or the configured reserve.
+    pub(crate) max_new: u32,
+    /// Uncached tokens that idle prefill ranks could have computed while requests waited for ranks with their prefix.
+    pub(crate) idle_tokens: f64,
+    /// The request may use these ranks, and need not stay with its prefix.
+    pub(crate) kept: Option<Kept>,
+    pub(crate) now: Moment,
+}
+
+/// A rank that computes the prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Front {
+    pub(crate) slot: u32,
+    /// Prompt tokens that it must compute.
+    pub(crate) uncached: i64,
+    /// Blocks of the prompt that it has.
+    pub(crate) known: usize,
+    /// Tokens that are computed again because another rank has them.
+    pub(crate) again: i64,
+}
+
+/// A whole pair. In regular mode both halves are one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Pair {
+    pub(crate) front: Option<Front>,
+    pub(crate) back: u32,
+    /// Blocks of the prompt that a regular rank has.
+    pub(crate) known: usize,
+}
+
+/// Chooses.
+pub(crate) fn choose(
+    fleet: &Fleet,
+    affinity: &mut Affinity,
+    cooldowns: &Cooldowns,
+    need: &Need<'_>,
+) -> Result<Pair, Reason> {
+    let alive = |slot: u32| fleet.ranks.get(slot as usize).is_some_and(|r| r.live);
+    let found = affinity.longest(&need.request.prefix, alive);
+    if !fleet.is_pd() {
+        return regular(fleet, need, found);
+    }
+    // No credit on one side: nothing to look for.
+    let kept = need.kept.unwrap_or_default();
+    if kept.decode.is_none() && !fleet.decode.tree(need.request.r3.is_some()).any() {
+        return Err(shut(fleet, 1, need.request.r3.is_some()));
+    }
+    let front = front(fleet, need, found)?;
+    let partner = fleet.ranks[front.slot as usize].id.worker;
+    let back = back(fleet, cooldowns, need, Some(partner))?;
+    Ok(Pair { front: Some(front), back, known: 0 })
+}
+
+/// Why no rank of a side takes a request.
+pub(crate) fn shut(fleet: &Fleet, side: usize, r3: bool) -> Reason {
+    let trees = if side == 0 { &fleet.prefill } else { &fleet.decode };
+    if r3 && trees.plain.any() && !trees.r3.any() { Reason::R3Egress } else { fleet.why_closed(side) }
+}
+
+/// Tokens of the prompt that `blocks` blocks stand for. Text blocks are counted in proportion.
+fn tokens(request: &Request, blocks: usize) -> i64 {
+    let prompt = i64::from(request.prompt_tokens);
+    let all = request.prefix.len();
+    let counted = if all * BLOCK_TOKENS > request.prompt_tokens as usize {
+        prompt * blocks as i64 / all.max(1) as i64
+    } else {
+        (blocks * BLOCK_TOKENS) as i64
+    };
+    // The last token is always computed.
+    counted.min(prompt - 1).max(0)
+}
+
+fn avoided(need: &Need<'_>, id: RankId) -> bool {
+    need.request.avoid.contains(&id)
+}
+
+/// Whether a rank of the role is left that this request has not failed on. While there is one, the request waits for it.
+fn others_left(fleet: &Fleet, need: &Need<'_>, role: Role) -> bool {
+    fleet.ranks.iter().any(|r| {
+        r.live
+            && r.role == role
+            && takes(r.closed)
+            && !avoided(need, r.id)
+            && match role {
+                Role::Prefill => r.capacity.fits_prompt(need.request.prompt_tokens),
+                _ => r.capacity.fits_idle(need.request.prompt_tokens, need.max_new),
+            }
+    })
+}
+
+fn front(fleet: &Fleet, need: &Need<'_>, found: Match) -> Result<Front, Reason> {
+    let request = need.request;
+    let r3 = request.r3.is_some();
+    let prompt = i64::from(request.prompt_tokens).max(1);
+    let tree = fleet.prefill.tree(r3);
+    let avoid = !request.avoid.is_empty() && others_left(fleet, need, Role::Prefill);
+    let text = request.r3.map_or(0, |r| r.prefill_text);
+    let fits = |slot: u32| {
+        let rank = &fleet.ranks[slot as usize];
+        rank.capacity.fits_prompt(request.prompt_tokens)
+            && !(avoid && avoided(need, rank.id))
+            && emits(fleet, rank.worker, r3, text)
+    };
+
+    // The rank that was kept, or any: a request that waited so long does not insist on its prefix.
+    if let Some(kept) = need.kept {
+        if let Some(slot) = kept.prefill
+            && fits(slot)
+            && prefill_credit(fleet, slot) >= uncached_on(request, found, slot)
+        {
+            return Ok(Front {
+                slot,
+                uncached: uncached_on(request, found, slot),
+                known: known_on(found, slot),
+                again: 0,
+            });
+        }
+        let slot = tree.best(prompt, |s| fits(s as u32)).ok_or_else(|| no_front(fleet, need, prompt, avoid))? as u32;
+        return Ok(Front { slot, uncached: uncached_on(request, found, slot), known: known_on(found, slot), again: 0 });
+    }
+
+    let matched = tokens(request, found.blocks);
+    let least = |slot: u32| (fleet.ranks[slot as usize].queued_tokens(), slot);
+    let on_prefix = found.slots().filter(|&s| fleet.ranks[s as usize].role == Role::Prefill);
+    let own = (prompt - matched).max(1);
+    let with_credit = on_prefix
+        .clone()
+        .filter(|&s| tree.room(s as usize).is_some_and(|room| room >= own) && fits(s))
+        .min_by_key(|&s| least(s));
+    if let Some(slot) = with_credit {
+        return Ok(Front { slot, uncached: own, known: found.blocks, again: 0 });
+    }
+    // Ranks that have the prefix and will take requests again by themselves.
+    let waiting_for = on_prefix
+        .filter(|&s| {
+            let rank = &fleet.ranks[s as usize];
+            takes(rank.closed) && rank.closed != Reason::Held && !(avoid && avoided(need, rank.id))
+        })
+        .map(|s| least(s).0)
+        .min();
+    let Some(slot) = tree.best(prompt, |s| fits(s as u32)) else {
+        return Err(match waiting_for {
+            Some(_) if tree.any() => Reason::Affinity,
+            _ => no_front(fleet, need, prompt, avoid),
+        });
+    };
+    let slot = slot as u32;
+    let Some(queued) = waiting_for else {
+        return Ok(Front { slot, uncached: prompt, known: 0, again: 0 });
+    };
+    let elsewhere = fleet.ranks[slot as usize].queued_tokens() + prompt;
+    let again = matched;
+    if elsewhere <= queued + own || need.idle_tokens >= again as f64 {
+        return Ok(Front { slot, uncached: prompt, known: 0, again });
+    }
+    Err(Reason::Affinity)
+}
+
+fn known_on(found: Match, slot: u32) -> usize {
+    if found.has(slot) { found.blocks } else { 0 }
+}
+
+fn uncached_on(request: &Request, found: Match, slot: u32) -> i64 {
+    (i64::from(request.prompt_tokens) - tokens(request, known_on(found, slot))).max(1)
+}
+
+/// The credit of a prefill rank, whether or not it is kept for somebody.
+fn prefill_credit(fleet: &Fleet, slot: u32) -> i64 {
+    let rank = &fleet.ranks[slot as usize];
+    if rank.closed != Reason::Held && rank.closed != Reason::Bound {
+        return -1;
+    }
+    let held = rank.ledger.occupied();
+    let patience = fleet.rule.alpha * rank.capacity.waiting_timeout;
+    if held.open >= rank.capacity.metadata {
+        return -1;
+    }
+    rank.service.credit(held.transfer, held.uncached, rank.capacity.chunk, patience)
+}
+
+fn no_front(fleet: &Fleet, need: &Need<'_>, prompt: i64, avoid: bool) -> Reason {
+    let r3 = need.request.r3.is_some();
+    let tree = fleet.prefill.tree(r3);
+    if !tree.any() {
+        shut(fleet, 0, r3)
+    } else if tree.most_room() < prompt {
+        Reason::Prefill
+    } else if avoid {
+        Reason::Avoided
+    } else {
+        Reason::R3Egress
+    }
+}
+
+/// Whether a worker may be sent so much more R3 text to emit.
+fn emits(fleet: &Fleet, worker: u32, r3: bool, text: u64) -> bool {
+    if !r3 || text == 0 {
+        return true;
+    }
+    match &fleet.workers[worker as usize] {
+        Some(w) => w.egress.admits(text, fleet.egress_limit(w)),
+        None => false,
+    }
+}
+
+fn back(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>, partner: Option<WorkerId>) -> Result<u32, Reason> {
+    let request = need.request;
+    let role = if partner.is_some() { Role::Decode } else { Role::Regular };
+    let r3 = request.r3.is_some();
+    let avoid = !request.avoid.is_empty() && others_left(fleet, need, role);
+    let text = request.r3.map_or(0, |r| r.decode_text);
+    let mut why = Reason::Kv;
+    let mut cooled = false;
+    let fits = |slot: u32, cooling: bool, why: &mut Reason, cooled: &mut bool| {
+        let rank = &fleet.ranks[slot as usize];
+        let free = rank.free();
+        let reason = if !rank.capacity.fits_idle(request.prompt_tokens, need.max_new)
+            || rank.capacity.kv_need(request.prompt_tokens, need.max_new) > free.kv
+        {
+            Reason::Kv
+        } else if avoid && avoided(need, rank.id) {
+            Reason::Avoided
+        } else if stale(fleet, slot, need.now) {
+            Reason::Stale
+        } else if !emits(fleet, rank.worker, r3, text) {
+            Reason::R3Egress
+        } else if cooling && partner.is_some_and(|p| cooldowns.rests(p, rank.id.worker, need.now)) {
+            *cooled = true;
+            Reason::Cooling
+        } else {
+            return true;
+        };
+        *why = reason;
+        false
+    };
+    if let Some(slot) = need.kept.and_then(|k| k.decode) {
+        return if kept_is_free(fleet, slot) && fits(slot, false, &mut why, &mut cooled) { Ok(slot) } else { Err(why) };
+    }
+    let tree = fleet.decode.tree(r3);
+    if !tree.any() {
+        return Err(shut(fleet, 1, r3));
+    }
+    // Never above what the rank's own formula asks for; that one is tested on the leaf.
+    let least = i64::from(request.prompt_tokens) + i64::from(need.max_new.min(crate::capacity::CLIP_MAX_NEW_TOKENS));
+    if let Some(slot) = tree.best(least, |s| fits(s as u32, true, &mut why, &mut cooled)) {
+        return Ok(slot as u32);
+    }
+    let pairs = fleet.registered(Role::Prefill) * fleet.registered(Role::Decode);
+    if cooled && cooldowns.resting(need.now) >= pairs {
+        // Every pair rests: better a pair that failed than none.
+        if let Some(slot) = tree.best(least, |s| fits(s as u32, false, &mut why, &mut cooled)) {
+            return Ok(slot as u32);
+        }
+    }
+    Err(why)
+}
+
+/// Whether a kept rank would be open for the request that it is kept for.
+fn kept_is_free(fleet: &Fleet, slot: u32) -> bool {
+    let rank = &fleet.ranks[slot as usize];
+    let free = rank.free();
+    (rank.closed == Reason::Held || rank.closed == Reason::Bound)
+        && rank.report.as_ref().is_none_or(|r| r.retracted.unwrap_or(0) == 0)
+        && free.rows > 0
+        && free.metadata > 0
+        && free.mamba > 0
+        && free.window > 0
+}
+
+/// A report may have aged since the rank was last looked at.
+fn stale(fleet: &Fleet, slot: u32, now: Moment) -> bool {
+    let rank = &fleet.ranks[slot as usize];
+    matches!(&fleet.workers[rank.worker as usize], Some(w) if w.facts.reports_load) && fleet.is_stale(rank, now)
+}
+
+fn regular(fleet: &Fleet, need: &Need<'_>, found: Match) -> Result<Pair, Reason> {
+    let no_pairs = Cooldowns::default();
+    let best = back(fleet, &no_pairs, need, None)?;
+    let mut pair = Pair { front: None, back: best, known: known_on(found, best) };
+    if found.is_empty() || found.has(best) || need.kept.is_some() {
+        return Ok(pair);
+    }
+    let request = need.request;
+    let r3 = request.r3.is_some();
+    let tree = fleet.decode.tree(r3);
+    let avoid = !request.avoid.is_empty();
+    let open = |slot: u32| fleet.ranks[slot as usize].ledger.occupied().open;
+    let on_prefix = found.slots().filter(|&s| {
+        let rank = &fleet.ranks[s as usize];
+        tree.room(s as usize).is_some_and(|room| room >= rank.capacity.kv_need(request.prompt_tokens, need.max_new))
+            && !(avoid && avoided(need, rank.id))
+            && !stale(fleet, s, need.now)
+            && emits(fleet, rank.worker, r3, request.r3.map_or(0, |r| r.decode_text))
+    });
+    if let Some(slot) = on_prefix.min_by_key(|&s| open(s))
+        && open(slot) - open(best) <= REGULAR_SLACK.max(open(best) / 2)
+    {
+        pair = Pair { front: None, back: slot, known: found.blocks };
+    }
+    Ok(pair)
+}
