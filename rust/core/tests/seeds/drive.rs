@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use r3router_core::admission::{Admission, Decision, Permit, Request, Snapshot};
+use r3router_core::admission::{AdmissionConfig, Decision, Permit, Request, Snapshot};
 use r3router_core::load::RankReport;
 use r3router_core::time::Moment;
 use r3router_core::topology::RankId;
@@ -118,16 +118,19 @@ pub(crate) struct Report {
     pub(crate) trace: Vec<String>,
 }
 
+/// What a dropped permit calls.
+pub(crate) type Wake = Box<dyn Fn() + Send + Sync>;
+
 /// Runs a plan against a router made by `make`.
-pub(crate) fn run<R: Router>(plan: &Plan, traced: bool, make: impl FnOnce(Admission) -> R) -> Report {
+pub(crate) fn run<R: Router>(plan: &Plan, traced: bool, make: impl FnOnce(AdmissionConfig, Wake) -> R) -> Report {
     let wakes = Arc::new(AtomicU64::new(0));
     let told = wakes.clone();
-    let wake = Box::new(move || {
+    let wake: Wake = Box::new(move || {
         told.fetch_add(1, Ordering::Relaxed);
     });
     let mut run = Run {
         plan,
-        router: make(Admission::new(plan.config.clone(), wake)),
+        router: make(plan.config.clone(), wake),
         book: Book::new(plan.config.clone()),
         engines: Engines::default(),
         rng: Rng::new(plan.run),

@@ -21,6 +21,8 @@ mod views;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
+use r3router_core::admission::Admission;
+
 use crate::drive::{Report, Tally, run};
 use crate::plan::Plan;
 
@@ -75,7 +77,7 @@ fn number(name: &str) -> Option<u64> {
 
 /// A failing seed: itself, the step, the promise, a short trace, and the command that replays it.
 fn explain(seed: u64, steps: u64, lines: usize) -> String {
-    let Report { failure, trace, tally } = run(&Plan::from_seed(seed), true, |core| core);
+    let Report { failure, trace, tally } = run(&Plan::from_seed(seed), true, Admission::new);
     let mut text = String::new();
     let _ = match failure {
         Some(v) => writeln!(text, "seed {seed} breaks `{}` at step {}: {}", v.invariant, tally.steps, v.text),
@@ -104,7 +106,7 @@ fn explain(seed: u64, steps: u64, lines: usize) -> String {
 #[test]
 fn every_promise_holds_at_every_step_of_every_seed() {
     if let Some(seed) = number("R3ROUTER_SEED") {
-        let report = run(&Plan::from_seed(seed), true, |core| core);
+        let report = run(&Plan::from_seed(seed), true, Admission::new);
         for line in &report.trace {
             println!("{line}");
         }
@@ -118,7 +120,7 @@ fn every_promise_holds_at_every_step_of_every_seed() {
     let mut total = Tally::default();
     let mut failures: BTreeMap<&'static str, Vec<(u64, u64)>> = BTreeMap::new();
     for seed in 0..count {
-        let report = run(&Plan::from_seed(seed), false, |core| core);
+        let report = run(&Plan::from_seed(seed), false, Admission::new);
         total.steps += report.tally.steps;
         for (what, times) in report.tally.events {
             *total.events.entry(what).or_default() += times;
@@ -146,7 +148,7 @@ fn every_promise_holds_at_every_step_of_every_seed() {
 fn a_seed_runs_the_same_twice() {
     for seed in 0..100 {
         let plan = Plan::from_seed(seed);
-        let (first, second) = (run(&plan, false, |core| core), run(&plan, false, |core| core));
+        let (first, second) = (run(&plan, false, Admission::new), run(&plan, false, Admission::new));
         assert_eq!(first.tally.digest, second.tally.digest, "seed {seed}");
         assert_eq!(first.tally.steps, second.tally.steps, "seed {seed}");
     }

@@ -3,13 +3,15 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use r3router_core::admission::{Admission, Decision, Failure, Outcome, Permit, Request, Snapshot, Ticket};
+use r3router_core::admission::{
+    Admission, AdmissionConfig, Decision, Failure, Outcome, Permit, Request, Snapshot, Ticket, WindowMode,
+};
 use r3router_core::error::Error;
 use r3router_core::load::RankReport;
 use r3router_core::time::Moment;
 use r3router_core::topology::{EngineFacts, Role, WorkerId, WorkerSpec};
 
-use crate::drive::run;
+use crate::drive::{Wake, run};
 use crate::plan::Plan;
 use crate::router::Router;
 
@@ -54,10 +56,22 @@ enum Fault {
     ChargesClientErrors,
     RefusesAtRandom,
     ForgetsLeaks,
+    /// Windows are as wide as the ledgers.
+    OpensWindows,
+    /// The breaker opens at the first failure.
+    LosesPatience,
+    WakesNobody,
+    /// Decides at every fifth poll only.
+    Dawdles,
+    /// Believes in a request that nobody sent.
+    SeesGhosts,
+    /// A refused connection is a failure like another.
+    IgnoresRefusedConnections,
 }
 
 struct Mutant {
     core: Admission,
+    polls: u32,
     fault: Fault,
     rooms: HashMap<(Option<r3router_core::topology::RankId>, u64), u64>,
     ends: u32,
@@ -74,8 +88,16 @@ struct Mutant {
 }
 
 impl Mutant {
-    fn new(core: Admission, fault: Fault) -> Self {
+    fn new(mut config: AdmissionConfig, wake: Wake, fault: Fault) -> Self {
+        match fault {
+            Fault::OpensWindows => config.window = WindowMode::Unbounded,
+            Fault::LosesPatience => config.breaker_threshold = config.breaker_threshold.min(1),
+            _ => {}
+        }
+        let wake = if fault == Fault::WakesNobody { Box::new(|| {}) } else { wake };
+        let core = Admission::new(config, wake);
         Self {
+            polls: 0,
             core,
             fault,
             rooms: HashMap::new(),
@@ -147,6 +169,7 @@ impl Router for Mutant {
                 Fault::TwiceTheKv => r.max_total_tokens = r.max_total_tokens.map(|n| n.saturating_mul(2)),
                 Fault::IgnoresAge => r.measured_at = Moment(u64::MAX / 2),
                 Fault::IgnoresRetraction => r.retracted = None,
+                Fault::SeesGhosts => r.running = r.running.map(|n| n.saturating_add(1)),
                 _ => {}
             }
         }
@@ -203,6 +226,10 @@ impl Router for Mutant {
     }
 
     fn poll(&mut self, now: Moment, out: &mut Vec<Decision>) -> Option<Moment> {
+        self.polls += 1;
+        if self.fault == Fault::Dawdles && !self.polls.is_multiple_of(5) {
+            return Some(now + Duration::from_nanos(1));
+        }
         let next = self.core.poll(now, out);
         for decision in out {
             let b = match decision {
@@ -253,7 +280,8 @@ impl Router for Mutant {
             (Fault::ChargesClientErrors, Outcome::Rejected | Outcome::Cancelled) => {
                 Outcome::Failed { role: Role::Decode, how: Failure::Server }
             }
-            (Fault::ForgetsLeaks, Outcome::Failed { role, how: Failure::Deadline }) => {
+            (Fault::ForgetsLeaks, Outcome::Failed { role, how: Failure::Deadline })
+            | (Fault::IgnoresRefusedConnections, Outcome::Failed { role, how: Failure::Connect }) => {
                 Outcome::Failed { role, how: Failure::Server }
             }
             _ => outcome,
@@ -279,7 +307,7 @@ impl Router for Mutant {
 /// The promises that a fault was caught breaking, over some seeds.
 fn caught(fault: Fault) -> Vec<&'static str> {
     let mut found: Vec<&'static str> = (0..SEEDS)
-        .filter_map(|seed| run(&Plan::from_seed(seed), false, |core| Mutant::new(core, fault)).failure)
+        .filter_map(|seed| run(&Plan::from_seed(seed), false, |config, wake| Mutant::new(config, wake, fault)).failure)
         .map(|v| v.invariant)
         .collect();
     found.sort_unstable();
@@ -308,6 +336,8 @@ fn one_request_over_capacity_is_seen() {
     is_caught_as(Fault::OneRowMore, "capacity");
     is_caught_as(Fault::TwiceTheKv, "capacity");
     is_caught_as(Fault::OneMambaSlot, "capacity");
+    is_caught_as(Fault::OpensWindows, "window");
+    is_caught_as(Fault::SeesGhosts, "truth");
     is_caught_as(Fault::EndlessBatch, "prefill");
     is_caught_as(Fault::ForgetsLeaks, "free");
 }
@@ -321,6 +351,8 @@ fn wrong_rooms_are_seen() {
 #[test]
 fn starving_is_seen() {
     is_caught_as(Fault::StarvesKey, "starved");
+    is_caught_as(Fault::Dawdles, "idle");
+    is_caught_as(Fault::WakesNobody, "wake");
     is_caught_as(Fault::NeverSetsTimers, "timers");
 }
 
@@ -350,5 +382,7 @@ fn choosing_workers_that_are_out_of_choice_is_seen() {
 fn answers_for_no_reason_are_seen() {
     is_caught_as(Fault::TakesTooLarge, "too-large");
     is_caught_as(Fault::RefusesAtRandom, "refusal");
+    is_caught_as(Fault::LosesPatience, "breaker");
+    is_caught_as(Fault::IgnoresRefusedConnections, "connect");
     is_caught_as(Fault::ChargesClientErrors, "breaker");
 }
