@@ -6,6 +6,12 @@ pub(crate) fn unix_seconds() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
 }
 
+/// Now, UTC, to the second.
+pub fn now_utc() -> String {
+    iso_utc(unix_seconds().floor()).chars().take(19).map(|c| if c == 'T' { ' ' } else { c }).collect::<String>()
+        + " UTC"
+}
+
 /// UTC in the form of Python's `datetime.isoformat()`, with microseconds and offset.
 pub(crate) fn iso_utc(unix: f64) -> String {
     let micros = (unix * 1e6) as u64;

@@ -29,6 +29,7 @@ mod server;
 mod truth;
 
 pub use agent::crc32_of;
+pub use clock::now_utc;
 pub use config::{EmulateOptions, EngineSetup, FleetConfig, KEEP_ALIVE};
 pub use fault::FaultRequest;
 pub use reply::output_id;

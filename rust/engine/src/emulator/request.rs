@@ -336,9 +336,9 @@ fn sources(api: Api, wire: &Wire) -> Result<(Vec<Source>, bool, Vec<String>), St
         (Api::Generate, None, None, ..) => {
             return Err("Either text, input_ids or input_embeds should be provided.".to_owned());
         }
-        (Api::Generate, _, Some(ids), ..)
-        | (Api::Completions, _, _, Some(Prompt::Ids(ids)), _)
-        | (Api::Chat, _, Some(ids), ..) => from_ids(ids),
+        (Api::Generate | Api::Chat, _, Some(ids), ..) | (Api::Completions, _, _, Some(Prompt::Ids(ids)), _) => {
+            from_ids(ids)
+        }
         (Api::Generate, Some(Many::List(list)), ..) | (Api::Completions, _, _, Some(Prompt::Texts(list)), _) => {
             texts(list)
         }

@@ -96,6 +96,33 @@ async fn connect(authority: &str) -> Result<SendRequest<Full<Bytes>>, String> {
     Ok(sender)
 }
 
+/// Sends one half of a pair with the shared prefix straight to an engine, so that its cache has it. `url` is the engine's, `port` and
+/// `room` are the pair's.
+///
+/// # Errors
+/// What the engine answered, when it was not 200.
+pub async fn warm(url: &str, options: &RolloutOptions, port: u16, room: u64) -> Result<(), String> {
+    let uri: Uri = format!("{}/generate", url.trim_end_matches('/')).parse().map_err(|e| format!("url {url}: {e}"))?;
+    let plain = RolloutOptions {
+        routed_experts: false,
+        by_reference: false,
+        stream: false,
+        output_tokens: 1,
+        seed: options.seed,
+        ..options.clone()
+    };
+    // Numbers from the far end: no rollout of the run has these new tokens.
+    let mut body = Prompts::new(&plain).prepare(u64::MAX - 1 - room).body;
+    body.pop();
+    let pair = format!(r#","bootstrap_host":"127.0.0.1","bootstrap_port":{port},"bootstrap_room":{room}}}"#);
+    body.extend_from_slice(pair.as_bytes());
+    let mut http = Http::default();
+    let response = http.call(Method::POST, &uri, None, body).await?;
+    let status = response.status().as_u16();
+    let text = response.collect().await.map_err(|e| e.to_string())?.to_bytes();
+    if status == 200 { Ok(()) } else { Err(format!("warming {url}: {status} {}", excerpt(&text))) }
+}
+
 struct Shared {
     options: RolloutOptions,
     uri: Uri,

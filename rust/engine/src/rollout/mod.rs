@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-pub use client::run;
+pub use client::{run, warm};
 
 /// What to send. Token counts are the wire's (already scaled).
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -123,4 +123,90 @@ pub fn run_blocking(options: &RolloutOptions) -> io::Result<RolloutReport> {
         .enable_all()
         .build()?;
     runtime.block_on(run(options))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::emulator::{EmulateOptions, FaultRequest, RunningFleet};
+
+    fn fleet() -> RunningFleet {
+        let options = EmulateOptions {
+            prefill: 0,
+            decode: 0,
+            regular: 1,
+            port: 0,
+            scale: 100.0,
+            layers: 4,
+            top_k: 2,
+            ..EmulateOptions::default()
+        };
+        RunningFleet::start(options.fleet().unwrap()).unwrap()
+    }
+
+    fn options(fleet: &RunningFleet) -> RolloutOptions {
+        RolloutOptions {
+            url: fleet.addresses()[0].url.clone(),
+            outstanding: 4,
+            count: 12,
+            seconds: 60.0,
+            drain_seconds: 60.0,
+            cached_tokens: 100,
+            new_tokens: 30,
+            output_tokens: 3,
+            layers: 4,
+            top_k: 2,
+            ..RolloutOptions::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn every_right_reply_is_right_in_whole_form_and_in_sse() {
+        let fleet = fleet();
+        for stream in [false, true] {
+            let report = run(&RolloutOptions { stream, ..options(&fleet) }).await.unwrap();
+            assert_eq!((report.sent, report.completed, report.right_replies, report.wrong_bytes), (12, 12, 12, 0));
+            assert_eq!(report.payload_read, 12 * 132 * 32 / 3 * 4);
+            assert!(report.failures.is_empty(), "{:?}", report.failures);
+        }
+        let arrivals = fleet.arrivals();
+        let report = run(&RolloutOptions { seed: 9, ..options(&fleet) }).await.unwrap();
+        assert!(report.sends.keys().all(|nonce| !arrivals.contains_key(nonce)));
+        assert!(report.sends.keys().all(|nonce| fleet.arrivals().contains_key(nonce)));
+    }
+
+    #[tokio::test]
+    async fn wrong_short_missing_and_failed_replies_are_counted_apart() {
+        let fleet = fleet();
+        fleet.fault(0, FaultRequest::WrongR3 { count: Some(3) }).unwrap();
+        let report = run(&options(&fleet)).await.unwrap();
+        assert_eq!((report.completed, report.wrong_replies, report.right_replies), (12, 3, 9));
+        assert!(report.wrong_bytes > 3 * 132 * 8 / 2);
+        fleet.fault(0, FaultRequest::ShortR3 { rows: 2, count: Some(1) }).unwrap();
+        fleet.fault(0, FaultRequest::DropR3 { count: Some(2) }).unwrap();
+        let report = run(&options(&fleet)).await.unwrap();
+        // The fault that cuts rows may fall on a reply whose rows are dropped.
+        assert_eq!((report.completed, report.missing_r3), (12, 2));
+        assert!(report.wrong_bytes >= 2 * 132 * 32);
+        fleet.fault(0, FaultRequest::Status { status: 500, body: None, count: Some(2) }).unwrap();
+        let report = run(&options(&fleet)).await.unwrap();
+        assert_eq!((report.completed, report.failures.values().sum::<u64>()), (10, 2));
+        assert!(report.failures.keys().all(|reason| reason.starts_with("500: ")), "{:?}", report.failures);
+        let timeout = r#"{"object":"error","message":"Decode transfer failed ... timed out after 300.0s in KVPoll.WaitingForInput"}"#;
+        fleet.fault(0, FaultRequest::Status { status: 500, body: Some(timeout.to_owned()), count: Some(2) }).unwrap();
+        let report = run(&options(&fleet)).await.unwrap();
+        assert_eq!((report.completed, report.engine_timeouts, report.failures.len()), (10, 2, 0));
+    }
+
+    #[tokio::test]
+    async fn a_run_without_end_stops_at_its_time() {
+        let fleet = fleet();
+        let report =
+            run(&RolloutOptions { count: 0, seconds: 0.3, drain_seconds: 0.0, ..options(&fleet) }).await.unwrap();
+        assert!(report.completed > 0);
+        assert!(report.seconds >= 0.3);
+        let nobody = RolloutOptions { url: "http://127.0.0.1:1".to_owned(), count: 3, ..options(&fleet) };
+        let report = run(&nobody).await.unwrap();
+        assert_eq!((report.completed, report.failures.values().sum::<u64>()), (0, 3));
+    }
 }
