@@ -45,6 +45,7 @@ fn rid_body(rid: &str) -> Bytes {
 pub fn send_own(app: &Arc<App>, abort: Abort) {
     let app = Arc::clone(app);
     let runtime = app.runtime.clone();
+    app.metrics.aborting.fetch_add(1, Ordering::Relaxed);
     runtime.spawn(async move {
         let body = rid_body(&abort.rid);
         for round in 0..2 {
@@ -61,6 +62,7 @@ pub fn send_own(app: &Arc<App>, abort: Abort) {
             }
             while sends.join_next().await.is_some() {}
         }
+        app.metrics.aborting.fetch_sub(1, Ordering::Relaxed);
     });
 }
 

@@ -210,6 +210,8 @@ pub struct Metrics {
     pub retries: Counters<RETRY_REASONS>,
     /// `/abort_request` calls that the router made on its own.
     pub aborts: AtomicU64,
+    /// Attempts whose aborts are under way.
+    pub aborting: AtomicI64,
     /// R3 text bytes read: prefill, decode.
     pub r3_bytes: Counters<2>,
     /// Bytes of replies handed to clients.

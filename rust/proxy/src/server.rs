@@ -99,7 +99,7 @@ impl Router {
     pub async fn run(self, shutdown: impl Future<Output = ()>) {
         let Self { app, listener, metrics, address } = self;
         tracing::info!(%address, pd = app.settings.pd_disaggregation, "listening");
-        let (closing, closed) = watch::channel(false);
+        let (closing, closed) = watch::channel(Closing::No);
         let gate = Arc::clone(&app.gate);
         let timer = app.runtime.spawn(async move { gate.run_timer().await });
         let accepting = app.runtime.spawn(accept(Arc::clone(&app), listener, closed.clone(), serve_main));
@@ -120,11 +120,14 @@ impl Router {
         if let Some(scraping) = scraping {
             scraping.abort();
         }
-        let _ = closing.send(true);
-        let until = Instant::now() + FLUSH;
-        while app.metrics.connections.load(Ordering::Relaxed) > 0 && Instant::now() < until {
-            tokio::time::sleep(Duration::from_millis(5)).await;
+        let _ = closing.send(Closing::Idle);
+        if left == 0 {
+            wait_until(FLUSH, || app.metrics.connections.load(Ordering::Relaxed) == 0).await;
         }
+        // What is cut off here ends on the engines too.
+        let _ = closing.send(Closing::All);
+        wait_until(FLUSH, || app.metrics.connections.load(Ordering::Relaxed) == 0).await;
+        wait_until(FLUSH, || app.metrics.aborting.load(Ordering::Relaxed) == 0).await;
         timer.abort();
         tracing::info!("stopped");
     }
@@ -165,9 +168,9 @@ fn listen_on(address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-async fn accept<S, F>(app: Arc<App>, listener: TcpListener, closed: watch::Receiver<bool>, serve: S)
+async fn accept<S, F>(app: Arc<App>, listener: TcpListener, closed: watch::Receiver<Closing>, serve: S)
 where
-    S: Fn(Arc<App>, TcpStream, watch::Receiver<bool>) -> F + Send,
+    S: Fn(Arc<App>, TcpStream, watch::Receiver<Closing>) -> F + Send,
     F: Future<Output = ()> + Send + 'static,
 {
     loop {
@@ -181,6 +184,23 @@ where
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         }
+    }
+}
+
+/// How the end of the router reaches its connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Closing {
+    No,
+    /// Those without a request close.
+    Idle,
+    /// All close.
+    All,
+}
+
+async fn wait_until(limit: Duration, done: impl Fn() -> bool) {
+    let until = Instant::now() + limit;
+    while !done() && Instant::now() < until {
+        tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
@@ -200,12 +220,12 @@ impl Drop for Open {
     }
 }
 
-async fn serve_main(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<bool>) {
+async fn serve_main(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<Closing>) {
     let answered = Arc::clone(&app);
     connection(app, stream, closed, move |request| routes::answer(Arc::clone(&answered), request)).await;
 }
 
-async fn serve_metrics(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<bool>) {
+async fn serve_metrics(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<Closing>) {
     let answered = Arc::clone(&app);
     connection(app, stream, closed, move |request: Request<Incoming>| {
         let app = Arc::clone(&answered);
@@ -220,7 +240,7 @@ async fn serve_metrics(app: Arc<App>, stream: TcpStream, closed: watch::Receiver
     .await;
 }
 
-async fn connection<S, F>(app: Arc<App>, stream: TcpStream, mut closed: watch::Receiver<bool>, answer: S)
+async fn connection<S, F>(app: Arc<App>, stream: TcpStream, mut closed: watch::Receiver<Closing>, answer: S)
 where
     S: Fn(Request<Incoming>) -> F,
     F: Future<Output = Reply>,
@@ -243,13 +263,7 @@ where
         .keep_alive(true)
         .serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);
-    let mut closing = *closed.borrow();
     loop {
-        if closing {
-            connection.as_mut().graceful_shutdown();
-            let _ = connection.await;
-            return;
-        }
         tokio::select! {
             biased;
             result = connection.as_mut() => {
@@ -258,7 +272,12 @@ where
                 }
                 return;
             }
-            _ = closed.changed() => closing = true,
+            changed = closed.changed() => {
+                if changed.is_err() || *closed.borrow() == Closing::All {
+                    return;
+                }
+                connection.as_mut().graceful_shutdown();
+            }
         }
     }
 }

@@ -27,6 +27,8 @@ pub struct Meta {
     pub routed_experts: Option<Member>,
     /// `indexer_topk`, when it is there.
     pub indexer_topk: Option<Member>,
+    /// `output_ids` (of `sglext`).
+    pub output_ids: Option<Span>,
     /// `routed_experts_dtype`.
     pub dtype: Option<Dtype>,
     /// Members with log-probabilities of the prompt: `input_*logprobs*`.
@@ -305,6 +307,7 @@ fn meta(c: &mut Cursor<'_>, m: &mut Meta) -> Result<(), Bad> {
                 }
             }
             b"id" => m.id = Some(c.value()?),
+            b"output_ids" => m.output_ids = Some(c.value()?),
             b"prompt_tokens" => m.prompt_tokens = number(c)?,
             b"completion_tokens" => m.completion_tokens = number(c)?,
             b"cached_tokens" => m.cached_tokens = number(c)?,

@@ -49,10 +49,9 @@ pub(crate) fn handle(
     body: &[u8],
 ) -> Response<EngineBody> {
     match (path, method) {
-        ("/health", _) => text(StatusCode::OK, "OK"),
         ("/route", &Method::GET) => route(engine, query),
-        // Ranks of a real engine register themselves here; those of this one are known from the start.
-        ("/route", &Method::PUT) => text(StatusCode::OK, "OK"),
+        // Ranks of a real engine register themselves by PUT; those of this one are known from the start.
+        ("/health", _) | ("/route", &Method::PUT) => text(StatusCode::OK, "OK"),
         ("/route", _) => with_type(StatusCode::METHOD_NOT_ALLOWED, "application/json", "Method not allowed"),
         ("/register_dp_rank", &Method::POST) => match serde_json::from_slice::<Register>(body) {
             Ok(entry) => {

@@ -97,6 +97,12 @@ impl Engine {
         self.listens.send_replace(open);
     }
 
+    /// The model's process has died: its port is closed and its sockets are reset until it is revived.
+    pub(crate) fn died(&self) {
+        self.listen(false);
+        self.reset_sockets();
+    }
+
     /// Every open socket is reset.
     pub(crate) fn reset_sockets(&self) {
         self.generation.send_modify(|g| *g += 1);

@@ -210,6 +210,7 @@ impl Run {
                 }
                 Effect::Reset { .. } => {
                     self.guard.defuse();
+                    self.engine.died();
                     return None;
                 }
                 Effect::Answer { status, .. } => {
@@ -234,6 +235,7 @@ impl Run {
         let first = self.effects.recv().await?;
         if let Effect::Reset { .. } = first.1 {
             self.guard.defuse();
+            self.engine.died();
             return None;
         }
         let (sender, receiver) = unbounded_channel();
@@ -278,6 +280,7 @@ async fn feed(
             }
             Effect::Reset { .. } => {
                 let _gone = out.send(Piece::Break);
+                engine.died();
                 return;
             }
             Effect::Chunk { tokens, .. } => (partial(&engine, &job, at, tokens, began), false),

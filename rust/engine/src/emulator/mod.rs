@@ -26,6 +26,8 @@ mod routes;
 mod run;
 mod scale;
 mod server;
+#[cfg(test)]
+mod tests;
 mod truth;
 
 pub use agent::crc32_of;

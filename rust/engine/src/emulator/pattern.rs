@@ -277,9 +277,7 @@ pub fn nonce_of_ids(ids: &[u32]) -> u64 {
 
 /// Nonce of a request that is known by its text (`text`, `prompt`, or the concatenated message contents).
 pub fn nonce_of_text(text: &str) -> u64 {
-    text.as_bytes()
-        .chunks(8)
-        .fold(0x7E7, |h, chunk| mix(chunk.iter().fold(h, |h, b| (h << 8 | h >> 56) ^ u64::from(*b))))
+    text.as_bytes().chunks(8).fold(0x7E7, |h, chunk| mix(chunk.iter().fold(h, |h, b| h.rotate_left(8) ^ u64::from(*b))))
 }
 
 #[cfg(test)]

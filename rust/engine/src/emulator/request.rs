@@ -356,7 +356,7 @@ fn sources(api: Api, wire: &Wire) -> Result<(Vec<Source>, bool, Vec<String>), St
                 match content {
                     Content::Text(t) => text.push_str(t),
                     Content::Parts(parts) => {
-                        parts.iter().filter_map(|p| p.text.as_ref()).for_each(|t| text.push_str(t))
+                        text.extend(parts.iter().filter_map(|p| p.text.as_deref()));
                     }
                 }
             }

@@ -304,9 +304,8 @@ pub(crate) fn take_fault(engine: &Arc<Engine>, fault: FaultRequest) -> Result<()
             });
         }
         Beyond::Kill => {
-            engine.listen(false);
             engine.drive.tell(engine.id, Event::Fault(Fault::Kill));
-            engine.reset_sockets();
+            engine.died();
         }
         Beyond::Revive => {
             engine.drive.tell(engine.id, Event::Fault(Fault::Revive));

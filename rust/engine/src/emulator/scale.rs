@@ -57,6 +57,6 @@ mod tests {
         assert_eq!(scale.real(Duration::from_secs(300)), Duration::from_secs(10));
         assert_eq!(scale.wire(3), 1);
         assert_eq!(scale.wire(0), 0);
-        assert_eq!(Scale::new(f64::NAN).factor(), 1.0);
+        assert_eq!(Scale::new(f64::NAN), Scale::default());
     }
 }

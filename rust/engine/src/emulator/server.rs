@@ -97,7 +97,7 @@ impl RunningFleet {
         let pattern = Pattern::new(config.r3);
         let models = config.engines.iter().map(|e| e.model.clone()).collect();
         let drive = Drive::new(Fleet::new(models), config.engines.len(), Pace::new(config.scale.factor()));
-        let shared = Arc::new(Shared { bootstraps, config });
+        let shared = Arc::new(Shared { config, bootstraps });
         let mut engines = Vec::new();
         let mut tasks = vec![tokio::spawn(drive.clone().run())];
         for (i, (api, boot)) in listeners.into_iter().enumerate() {

@@ -199,11 +199,15 @@ impl Engine {
             .filter_map(|id| self.reqs.get(id))
             .find(|q| !q.stuck)
             .map(|q| q.times.reserved + self.config.waiting_timeout);
+        let unmet =
+            r.inflight.iter().filter(|_| r.unmet > 0).filter_map(|id| self.reqs.get(id)).find(|q| q.waits_for_decode());
         let boot = r
             .bootstrap
             .front()
-            .filter(|_| self.config.version.enforces_bootstrap_timeout())
             .and_then(|id| self.reqs.get(id))
+            .into_iter()
+            .chain(unmet)
+            .filter(|_| self.config.version.enforces_bootstrap_timeout())
             .map(|q| q.times.scheduled + self.config.bootstrap_timeout);
         waiting.into_iter().chain(boot).min()
     }

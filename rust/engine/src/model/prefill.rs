@@ -40,11 +40,9 @@ impl Engine {
             let room = self.ranks[rank].rooms.get(&req.room()).copied();
             let early = self.config.allocation == Allocation::Early;
             if early && room.is_none() {
-                let age = out.now.since(req.times.scheduled);
-                if self.config.version.enforces_bootstrap_timeout() && age >= self.config.bootstrap_timeout {
+                if self.bootstrap_overdue(id, out) {
                     self.ranks[rank].stats.bootstrap_timeouts += 1;
-                    let secs = self.config.bootstrap_timeout.as_secs_f64();
-                    self.fail_bootstrap(id, &format!("timed out after {secs}s in KVPoll.Bootstrapping"), out);
+                    self.fail_bootstrap(id, &self.overdue_text(), out);
                 }
                 continue;
             }
@@ -59,6 +57,16 @@ impl Engine {
             self.ranks[rank].bootstrap.retain(|other| *other != id);
             self.queue_prefill(id);
         }
+    }
+
+    /// Clock B, which runs from arrival, is over (3.5).
+    fn bootstrap_overdue(&self, id: ReqId, out: &Out<'_>) -> bool {
+        let age = self.reqs.get(&id).map_or(Duration::ZERO, |q| out.now.since(q.times.scheduled));
+        self.config.version.enforces_bootstrap_timeout() && age >= self.config.bootstrap_timeout
+    }
+
+    fn overdue_text(&self) -> String {
+        format!("timed out after {}s in KVPoll.Bootstrapping", self.config.bootstrap_timeout.as_secs_f64())
     }
 
     /// Queues a request for a batch.
@@ -242,6 +250,7 @@ impl Engine {
         req.times.first_token = out.now;
         let room = req.room();
         self.ranks[rank].inflight.push(id);
+        self.ranks[rank].unmet += 1;
         if let Some(room) = self.ranks[rank].rooms.get(&room) {
             out.tell(room.decode, Peer::Computed(room.request));
         }
@@ -272,13 +281,17 @@ impl Engine {
 
     /// Confirmed transfers are answered; only now are KV, row and metadata slot free.
     fn poll_inflight(&mut self, rank: usize, out: &mut Out<'_>) {
-        if self.ranks[rank].sent == 0 {
+        if self.ranks[rank].sent == 0 && self.ranks[rank].unmet == 0 {
             return;
         }
         for id in self.ranks[rank].inflight.clone() {
-            if let Some(req) = self.reqs.get_mut(&id).filter(|q| q.arrived) {
+            let Some(req) = self.reqs.get_mut(&id) else { continue };
+            if req.arrived {
                 req.times.delivered = out.now;
                 self.end(id, Finish::Length, out);
+            } else if req.waits_for_decode() && self.bootstrap_overdue(id, out) {
+                self.ranks[rank].stats.bootstrap_timeouts += 1;
+                self.fail_inflight(id, &self.overdue_text(), out);
             }
         }
     }
@@ -305,6 +318,7 @@ impl Engine {
             });
         if let Some(id) = computed {
             self.ranks[room.prefill_rank].inflight.retain(|other| *other != id);
+            self.ranks[room.prefill_rank].unmet -= 1;
             let tokens = self.reqs.get_mut(&id).map_or(0, |q| {
                 q.decode = Some((room.decode, room.decode_rank, room.request));
                 u64::from(q.ask.prompt_tokens)

@@ -110,6 +110,8 @@ pub(super) struct Rank {
     pub(super) inflight: Vec<ReqId>,
     /// `inflight` has entries whose transfer is done.
     pub(super) sent: u32,
+    /// Entries of `inflight` that wait for decode's reservation (`prefill_complete`).
+    pub(super) unmet: u32,
     /// What decode said of rooms, until the room's request is gone.
     pub(super) rooms: HashMap<u64, Room>,
     /// When each transfer worker is through.

@@ -101,6 +101,11 @@ impl Req {
         }
     }
 
+    /// Prefill, `prefill_complete`: computed, and decode has not reserved.
+    pub(super) fn waits_for_decode(&self) -> bool {
+        self.stage == Stage::Inflight && self.computed && self.decode.is_none()
+    }
+
     pub(super) fn room(&self) -> u64 {
         self.ask.bootstrap.map_or(0, |b| b.room)
     }

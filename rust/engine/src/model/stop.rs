@@ -34,6 +34,7 @@ impl Engine {
             Stage::Inflight => {
                 self.ranks[at].inflight.retain(|other| *other != id);
                 self.ranks[at].sent -= u32::from(req.arrived);
+                self.ranks[at].unmet -= u32::from(req.waits_for_decode());
             }
             Stage::Ingress | Stage::Held | Stage::Inbox | Stage::Batch | Stage::Running | Stage::Leaving => {}
         }

@@ -1,6 +1,8 @@
 //! Replies on the way out: what prefill alone knows is merged into what decode sends, and replies of split requests are joined.
 //! Nothing is parsed into a tree and nothing is held but the rows, narrow, in the arena.
 mod intake;
+mod join;
+mod join_stream;
 mod json;
 mod place;
 mod prefill;
@@ -8,23 +10,23 @@ mod read;
 mod reference;
 mod resolve;
 mod rope;
+mod stream;
 mod weave;
 
-use std::convert::Infallible;
 use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http_body::{Body, Frame};
+use http_body::Body;
 use r3router_core::error::Error;
 use r3router_core::wire::{Facts, Route};
 
 use crate::store::Arena;
 
+pub use join_stream::JoinedStream;
 pub use json::Merged;
 pub use prefill::PrefillPart;
+pub use stream::{MergedStream, error_event};
 
 /// What of an attempt's replies has to be merged, and how the legs were asked.
 #[derive(Clone, Debug)]
@@ -80,6 +82,25 @@ impl Plan {
             decode_start: decode_start.unwrap_or(facts.routed_experts_start),
             by_ref: facts.via_store,
             max_new_tokens: facts.prompt(sub).max_new_tokens,
+            row_items: None,
+            hide_usage: false,
+            hold: Hold::Narrow,
+            prefill: Arc::from(""),
+            decode: Arc::from(""),
+        }
+    }
+
+    /// A plan under which a reply passes as it is: for engines that are not split.
+    pub fn relay(route: Route) -> Self {
+        Self {
+            route,
+            routed_experts: false,
+            indexer_topk: false,
+            logprobs: false,
+            start: 0,
+            decode_start: 0,
+            by_ref: false,
+            max_new_tokens: None,
             row_items: None,
             hide_usage: false,
             hold: Hold::Narrow,
@@ -149,45 +170,13 @@ where
 }
 
 /// Joins the merged replies of a split request, in the order of its sub-requests, to the one reply that an engine would give:
-/// `/generate` a list, chat and completions one object with all choices and the usage in sum.
+/// `/generate` a list, chat and completions one object with all choices and the usage in sum (the prompt counted once for all of
+/// its samples). An engine gives the `sglext` of the first choice only; here the other choices carry theirs in `choices[i].sglext`.
 ///
 /// # Errors
 /// `EngineProtocol` when a reply has no choice or no usage to join.
 pub fn join_json(replies: Vec<Merged>, facts: &Facts) -> Result<Merged, Error> {
-    let _ = (replies, facts);
-    todo!()
-}
-
-/// Decode's events with prefill's part merged in; a body without a length. An error after the start is one event
-/// `data: {"error": ...}` and the end; the body itself never fails.
-pub struct MergedStream<B, F> {
-    _body: std::marker::PhantomData<(B, F)>,
-}
-
-impl<B, F> MergedStream<B, F> {
-    /// Figures so far; complete when the stream has ended.
-    pub fn account(&self) -> Account {
-        todo!()
-    }
-
-    /// The error that ended the stream, when one did.
-    pub fn error(&self) -> Option<&Error> {
-        todo!()
-    }
-}
-
-impl<B, F> Body for MergedStream<B, F>
-where
-    B: Body<Data = Bytes> + Unpin,
-    B::Error: std::fmt::Display,
-    F: Future<Output = Result<PrefillPart, Error>>,
-{
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        todo!()
-    }
+    join::join(replies, facts)
 }
 
 /// Relays decode's event stream byte for byte, except for events that carry a field which prefill alone knows: those wait for it.
@@ -197,14 +186,7 @@ where
     B::Error: std::fmt::Display,
     F: Future<Output = Result<PrefillPart, Error>>,
 {
-    let _ = (body, prefill, plan, arena);
-    todo!()
-}
-
-/// Joins the merged event streams of a split request: events as they come with their right `index`, one usage event in sum, one
-/// `[DONE]`.
-pub struct JoinedStream<S> {
-    _streams: std::marker::PhantomData<S>,
+    stream::merge(body, prefill, plan, &arena)
 }
 
 /// See [`JoinedStream`]. `streams` are in the order of the sub-requests.
@@ -213,19 +195,5 @@ where
     S: Body<Data = Bytes> + Unpin,
     S::Error: std::fmt::Display,
 {
-    let _ = (streams, facts);
-    todo!()
-}
-
-impl<S> Body for JoinedStream<S>
-where
-    S: Body<Data = Bytes> + Unpin,
-    S::Error: std::fmt::Display,
-{
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        todo!()
-    }
+    join_stream::join(streams, facts)
 }

@@ -230,7 +230,8 @@ pub(super) fn at(plan: &Plan, e: Error) -> Error {
     if worker.is_empty() || e.worker.is_some() { e } else { e.at_worker(&**worker) }
 }
 
-fn missing(plan: &Plan, name: Name, source: Source) -> Error {
+/// A leg's reply has not what was asked for.
+pub(super) fn missing(plan: &Plan, name: Name, source: Source) -> Error {
     let leg = if source == Source::Prefill { "prefill" } else { "decode" };
     let message = format!("{leg}'s reply has no {}", name.key());
     // No engine version sends the prompt's indexer rows from prefill.

@@ -2,6 +2,7 @@
 mod decode;
 mod frontend;
 mod prefill;
+mod random;
 mod stop;
 
 use std::sync::Arc;
