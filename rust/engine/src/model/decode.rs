@@ -103,10 +103,9 @@ impl Engine {
             return Some(Gate::Mamba);
         }
         let reserved = u64::from(self.config.reserved_decode_tokens);
-        let prompt = u64::from(req.ask.prompt_tokens);
+        let prompt = u64::from(req.context());
         let bound = u64::from(req.output_bound(self.config.clip_max_new_tokens));
-        let need = (self.config.page_ceil(req.ask.prompt_tokens) + reserved)
-            .max((prompt + bound).saturating_sub(r.run_tokens));
+        let need = (self.config.page_ceil(req.context()) + reserved).max((prompt + bound).saturating_sub(r.run_tokens));
         (i128::from(need) > self.allocatable(rank)).then_some(Gate::Kv)
     }
 
@@ -132,7 +131,7 @@ impl Engine {
 
     fn take_reservation(&mut self, rank: usize, id: ReqId, out: &mut Out<'_>) {
         let Some(req) = self.reqs.get_mut(&id) else { return };
-        let tokens = self.config.page_ceil(req.ask.prompt_tokens);
+        let tokens = self.config.page_ceil(req.context());
         req.stage = Stage::Transfer;
         req.times.reserved = out.now;
         req.held = tokens;
@@ -339,6 +338,42 @@ impl Engine {
             self.queue_prefill(id);
             let r = &mut self.ranks[rank];
             r.waiting.rotate_right(1);
+        }
+    }
+
+    /// A pause with `retract` in 0.5.23: running requests lose their KV and wait for the end of the pause (5.4).
+    pub(super) fn drop_running(&mut self, rank: usize) {
+        for run in self.ranks[rank].running.clone() {
+            self.unqueue(run.id);
+            if let Some(req) = self.reqs.get_mut(&run.id) {
+                req.stage = Stage::Rebootstrap;
+                self.ranks[rank].dropped.push(run.id);
+            }
+        }
+    }
+
+    /// After it, decode asks prefill itself, with the old room and past the router, and reserves anew (5.4).
+    pub(super) fn rebootstrap(&mut self, rank: usize, out: &mut Out<'_>) {
+        for id in std::mem::take(&mut self.ranks[rank].dropped) {
+            let Some(req) = self.reqs.get_mut(&id) else { continue };
+            req.stage = Stage::Prealloc;
+            (req.arrived, req.computed) = (false, false);
+            self.ranks[rank].prealloc.push_back(id);
+            let Some((prefill, prefill_rank)) = req.prefill else { continue };
+            let ask = super::Ask {
+                prompt_tokens: req.context(),
+                output_tokens: 1,
+                stream: false,
+                r3_start: None,
+                routed_dp_rank: Some(prefill_rank as u16),
+                prefill_dp_rank: Some(prefill_rank as u16),
+                ..req.ask.clone()
+            };
+            let room = req.room();
+            out.tell(prefill, Peer::Again(Box::new(ask)));
+            if self.config.allocation == Allocation::PrefillComplete {
+                out.tell(prefill, Peer::Hello(room_of(room, prefill_rank, out, rank, id)));
+            }
         }
     }
 

@@ -8,7 +8,7 @@ use r3router_core::time::Moment;
 use r3router_core::topology::Role;
 
 use super::config::EngineConfig;
-use super::event::{Bootstrap, Effect, EngineId, Event, Finish, Key};
+use super::event::{Ask, Bootstrap, Effect, EngineId, Event, Finish, Key};
 use super::frontend::{Control, Frontend, HttpJob, Message, Output, at_rate, plain_effect};
 use super::load::RankLoad;
 use super::rank::{Rank, Work};
@@ -114,9 +114,7 @@ impl Engine {
         match event {
             Event::Generate { key, ask } => {
                 let cost = turn + at_rate(ask.body_bytes, self.config.frontend.ingress_bytes_per_s);
-                self.next_req += 1;
-                let id = ReqId(self.next_req);
-                self.reqs.insert(id, Req::new(Some(key), ask, out.now));
+                let id = self.admit_exchange(Some(key), ask, out.now);
                 self.keys.insert(key, id);
                 self.frontend.http(cost, HttpJob::Ingested(id), out);
             }
@@ -136,6 +134,13 @@ impl Engine {
             Event::Flush { key } => self.frontend.http(turn, HttpJob::Control(Control::Flush(key)), out),
             Event::Fault(fault) => self.fault(fault, out),
         }
+    }
+
+    fn admit_exchange(&mut self, key: Option<Key>, ask: Ask, now: Moment) -> ReqId {
+        self.next_req += 1;
+        let id = ReqId(self.next_req);
+        self.reqs.insert(id, Req::new(key, ask, now));
+        id
     }
 
     /// Something that the engine told itself, or a peer told it.
@@ -413,6 +418,11 @@ impl Engine {
         match word {
             Peer::Hello(room) => self.hello(room, out),
             Peer::Metadata(room) => self.metadata(room, out),
+            Peer::Again(ask) => {
+                let id = self.admit_exchange(None, *ask, out.now);
+                let cost = self.config.frontend.http_turn;
+                self.frontend.http(cost, HttpJob::Ingested(id), out);
+            }
             Peer::Computed(id) => self.computed(id, out),
             Peer::Arrived { request, cached_tokens, stuck } => self.arrived(request, cached_tokens, stuck, out),
             Peer::Failed { request, reason } => self.transfer_failed(request, &reason, out),

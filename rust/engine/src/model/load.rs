@@ -128,7 +128,7 @@ impl Engine {
             waiting: (r.waiting.len() + r.ready.len()) as u32,
             prealloc: r.prealloc.len() as u32,
             transfer: r.transfer.len() as u32,
-            retracted: r.retracted.len() as u32,
+            retracted: (r.retracted.len() + r.dropped.len()) as u32,
             bootstrap: r.bootstrap.len() as u32,
             inflight: r.inflight.len() as u32,
             used_tokens: r.used,

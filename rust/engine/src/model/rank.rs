@@ -100,6 +100,8 @@ pub(super) struct Rank {
     /// Some of `running` is to be stopped.
     pub(super) stops: bool,
     pub(super) retracted: VecDeque<ReqId>,
+    /// Dropped by a pause, to be computed again.
+    pub(super) dropped: Vec<ReqId>,
 
     pub(super) bootstrap: VecDeque<ReqId>,
     pub(super) waiting: VecDeque<ReqId>,
@@ -151,6 +153,7 @@ impl Rank {
             && self.ready.is_empty()
             && self.running.is_empty()
             && self.retracted.is_empty()
+            && self.dropped.is_empty()
             && self.bootstrap.is_empty()
             && self.waiting.is_empty()
             && self.chunked.is_none()

@@ -35,6 +35,8 @@ pub(super) enum Stage {
     Running,
     /// Decode: pushed out.
     Retracted,
+    /// Decode: pushed out by a pause with its KV dropped; prefill computes it again after (5.4).
+    Rebootstrap,
     /// Finished; the reply is on its way through the Python processes.
     Leaving,
 }
@@ -99,6 +101,11 @@ impl Req {
             blocked: false,
             stop: None,
         }
+    }
+
+    /// Tokens whose KV decode needs before it can go on: the prompt, or all but the last token so far.
+    pub(super) fn context(&self) -> u32 {
+        self.ask.prompt_tokens + self.generated.saturating_sub(1)
     }
 
     /// Prefill, `prefill_complete`: computed, and decode has not reserved.

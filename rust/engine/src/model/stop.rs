@@ -26,6 +26,7 @@ impl Engine {
             Stage::Prealloc => self.ranks[at].prealloc.retain(|other| *other != id),
             Stage::Ready => self.ranks[at].ready.retain(|other| *other != id),
             Stage::Retracted => self.ranks[at].retracted.retain(|other| *other != id),
+            Stage::Rebootstrap => self.ranks[at].dropped.retain(|other| *other != id),
             Stage::Bootstrap => self.ranks[at].bootstrap.retain(|other| *other != id),
             Stage::Waiting => {
                 self.ranks[at].waiting.retain(|other| *other != id);
@@ -149,7 +150,8 @@ impl Engine {
                 self.ranks[req.rank].stops = true;
             }
             Stage::Batch => req.stop = Some(graceful("Aborted")),
-            Stage::Ingress | Stage::Held | Stage::Inbox | Stage::Leaving => {}
+            // Dropped requests cannot be aborted while they wait for the end of the pause (5.1).
+            Stage::Rebootstrap | Stage::Ingress | Stage::Held | Stage::Inbox | Stage::Leaving => {}
         }
     }
 
@@ -197,6 +199,10 @@ impl Engine {
                     }
                 } else if mode == super::PauseMode::Retract {
                     for rank in 0..self.ranks.len() {
+                        if self.is_decode() && self.config.version == Version::V0_5_23 {
+                            self.drop_running(rank);
+                            continue;
+                        }
                         for run in self.ranks[rank].running.clone() {
                             self.push_out(rank, run.id);
                         }
@@ -207,6 +213,9 @@ impl Engine {
             }
             Control::Continue(key) => {
                 self.paused = false;
+                for rank in 0..self.ranks.len() {
+                    self.rebootstrap(rank, out);
+                }
                 self.resume_frontend(out);
                 self.answer(key, 200, out);
             }

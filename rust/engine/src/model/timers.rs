@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use r3router_core::time::Moment;
 
-use super::event::{Effect, EngineId, Key};
+use super::event::{Ask, Effect, EngineId, Key};
 use super::frontend::{HttpJob, Message};
 use super::request::ReqId;
 
@@ -47,6 +47,8 @@ pub(super) enum Peer {
     Hello(Room),
     /// Decode to prefill: memory is reserved, write there.
     Metadata(Room),
+    /// Decode to prefill after a pause with `retract`: compute this again (a request of its own, past the router).
+    Again(Box<Ask>),
     /// Prefill to decode, `prefill_complete` only: computed, reserve now.
     Computed(ReqId),
     /// Prefill to decode: the KV is in your memory. `stuck`: it says so for ever but never ends (KVX-2).
