@@ -3,6 +3,7 @@
 //!
 //! `run` plays one scenario; `sweep` compares the computed window with fixed ones and with none, over a folder of them.
 mod attempt;
+mod bodies;
 mod lengths;
 mod plain;
 mod report;

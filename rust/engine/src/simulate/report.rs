@@ -1,7 +1,12 @@
 //! What a run says of itself.
+use std::collections::BTreeMap;
+
+use r3router_core::time::Moment;
+use r3router_core::topology::Role;
 use serde::Serialize;
 
-use super::scenario::Window;
+use super::scenario::{Scenario, Window};
+use crate::model::{EngineId, Fleet};
 
 /// A share of waits, seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -85,4 +90,67 @@ pub struct Report {
     pub reasons: Vec<(String, u32)>,
     /// The run was cut off by `limit_s`.
     pub cut_off: bool,
+}
+
+/// What a run counts while it goes.
+#[derive(Default)]
+pub(super) struct Tally {
+    pub(super) completed: u32,
+    pub(super) failed: u32,
+    pub(super) refused: u32,
+    pub(super) retried: u32,
+    pub(super) tokens: u64,
+    pub(super) last_end: Moment,
+    pub(super) reasons: BTreeMap<String, u32>,
+    pub(super) router_waits: Vec<f64>,
+    pub(super) engine_waits: Vec<f64>,
+    pub(super) latencies: Vec<f64>,
+}
+
+impl Tally {
+    /// The report of a run of `makespan` seconds.
+    pub(super) fn report(self, scenario: &Scenario, fleet: &Fleet, makespan: f64, cut_off: bool) -> Report {
+        let mut decode_ranks = Vec::new();
+        let mut engine_timeouts = 0;
+        for place in 0..fleet.len() as u16 {
+            let engine = EngineId(place);
+            let Some(config) = fleet.config(engine) else { continue };
+            for (stats, load) in fleet.stats(engine).into_iter().zip(fleet.live(engine)) {
+                engine_timeouts += stats.waiting_timeouts + stats.bootstrap_timeouts;
+                if config.role == Role::Decode {
+                    decode_ranks.push(DecodeRank {
+                        engine: place - scenario.fleet.prefill.engines,
+                        rank: load.rank,
+                        peak_transfer: stats.peak_transfer,
+                        mean_running: stats.running_seconds / makespan,
+                        over_reservations: stats.blocked,
+                        timeouts: stats.waiting_timeouts,
+                        peak_used: stats.peak_used as f64 / config.max_total_tokens as f64,
+                        retracted: load.retracted_total,
+                    });
+                }
+            }
+        }
+        Report {
+            scenario: scenario.name.clone(),
+            window: scenario.router.admission.then_some(scenario.router.window),
+            completed: self.completed,
+            failed: self.failed,
+            refused: self.refused,
+            retried: self.retried,
+            engine_timeouts,
+            over_reservations: decode_ranks.iter().map(|r| r.over_reservations).sum(),
+            makespan_s: makespan,
+            rollouts_per_s: f64::from(self.completed) / makespan,
+            tokens_per_s: self.tokens as f64 / makespan,
+            peak_transfer: decode_ranks.iter().map(|r| r.peak_transfer).max().unwrap_or(0),
+            mean_running: decode_ranks.iter().map(|r| r.mean_running).sum::<f64>() / decode_ranks.len().max(1) as f64,
+            router_wait_s: Waits::of(self.router_waits),
+            engine_wait_s: Waits::of(self.engine_waits),
+            latency_s: Waits::of(self.latencies),
+            decode_ranks,
+            reasons: self.reasons.into_iter().collect(),
+            cut_off,
+        }
+    }
 }

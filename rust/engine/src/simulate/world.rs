@@ -1,18 +1,19 @@
 //! The event loop: the fleet's model, the client and the router in one virtual time.
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap};
+use std::collections::{BinaryHeap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use r3router_core::admission::{Admission, Decision, Outcome, R3Need, Request, Ticket};
+use r3router_core::admission::{Admission, Decision, Outcome, Ticket};
 use r3router_core::error::Kind;
 use r3router_core::load::RankReport;
 use r3router_core::time::Moment;
-use r3router_core::topology::{RankId, Role, WorkerId, WorkerSpec};
+use r3router_core::topology::{RankId, WorkerId};
 
 use super::attempt::{Attempt, Leg, LegState, outcome};
+use super::bodies::{body_bytes, request, spec};
 use super::plain::Plain;
-use super::report::{DecodeRank, Report, Waits};
+use super::report::{Report, Tally};
 use super::scenario::{Happening, Scenario};
 use super::workload::{Job, draw};
 use crate::model::{Ask, Bootstrap, Effect, EngineConfig, EngineId, Event, Fleet, Key, Reply};
@@ -42,11 +43,10 @@ enum Router {
 
 /// How a request of the client stands.
 #[derive(Clone, Default)]
-struct Case {
-    arrived: Moment,
-    bound: Moment,
-    retries: u32,
-    avoid: Vec<RankId>,
+pub(super) struct Case {
+    pub(super) arrived: Moment,
+    pub(super) retries: u32,
+    pub(super) avoid: Vec<RankId>,
     over: bool,
 }
 
@@ -74,17 +74,7 @@ pub(super) struct World<'a> {
     stirred: bool,
     wake: Option<Moment>,
     open: u32,
-    // What the report is made of.
-    completed: u32,
-    failed: u32,
-    refused: u32,
-    retried: u32,
-    tokens: u64,
-    last_end: Moment,
-    reasons: BTreeMap<String, u32>,
-    router_waits: Vec<f64>,
-    engine_waits: Vec<f64>,
-    latencies: Vec<f64>,
+    tally: Tally,
 }
 
 impl<'a> World<'a> {
@@ -126,16 +116,7 @@ impl<'a> World<'a> {
             stirred: false,
             wake: None,
             open: 0,
-            completed: 0,
-            failed: 0,
-            refused: 0,
-            retried: 0,
-            tokens: 0,
-            last_end: Moment::ZERO,
-            reasons: BTreeMap::new(),
-            router_waits: Vec::new(),
-            engine_waits: Vec::new(),
-            latencies: Vec::new(),
+            tally: Tally::default(),
         }
     }
 
@@ -167,7 +148,10 @@ impl<'a> World<'a> {
             }
             self.decide();
         }
-        self.report(cut_off)
+        let first = self.cases.iter().map(|c| c.arrived).filter(|at| *at > Moment::ZERO).min().unwrap_or_default();
+        let end = if cut_off { self.now } else { self.tally.last_end };
+        let makespan = end.since(first).as_secs_f64().max(1e-9);
+        self.tally.report(self.scenario, &self.fleet, makespan, cut_off)
     }
 
     fn begin(&mut self) {
@@ -258,10 +242,9 @@ impl<'a> World<'a> {
 
     /// A request reaches the router.
     fn submit(&mut self, job: usize) {
-        let arrived = self.cases[job].arrived;
         match &mut self.router {
             Router::Core(admission) => {
-                let request = request(self.scenario, &self.jobs[job], &self.cases[job], arrived);
+                let request = request(self.scenario, &self.jobs[job], &self.cases[job]);
                 match admission.submit(request, self.now) {
                     Ok(ticket) => {
                         self.tickets.insert(ticket, job);
@@ -326,7 +309,6 @@ impl<'a> World<'a> {
     ) {
         self.attempt_no += 1;
         let number = self.attempt_no;
-        self.cases[job].bound = self.now;
         let attempt = Attempt {
             job,
             bound: self.now,
@@ -421,7 +403,7 @@ impl<'a> World<'a> {
         if let Some(failed) = failed {
             if let Some(reply) = reply {
                 let text = super::reason(&reply.finish);
-                *self.reasons.entry(text).or_default() += 1;
+                *self.tally.reasons.entry(text).or_default() += 1;
             }
             self.leg_failed(number, leg, failed);
             return;
@@ -483,7 +465,7 @@ impl<'a> World<'a> {
             self.attempts.remove(&number);
         }
         if retryable {
-            self.retried += 1;
+            self.tally.retried += 1;
             self.cases[job].retries += 1;
             if let Some((p, d)) = ranks {
                 self.cases[job].avoid.push(if leg == Leg::Prefill { p } else { d });
@@ -502,15 +484,15 @@ impl<'a> World<'a> {
         }
         let completed = matches!(outcome, Outcome::Completed { .. });
         if completed {
-            self.router_waits.push(attempt.bound.since(self.cases[attempt.job].arrived).as_secs_f64());
-            self.engine_waits.push(attempt.first_token.since(attempt.bound).as_secs_f64());
+            self.tally.router_waits.push(attempt.bound.since(self.cases[attempt.job].arrived).as_secs_f64());
+            self.tally.engine_waits.push(attempt.first_token.since(attempt.bound).as_secs_f64());
         }
         self.end(attempt.job, completed);
     }
 
     fn refuse(&mut self, job: usize, kind: Kind) {
-        self.refused += 1;
-        *self.reasons.entry(format!("router: {}", kind.code())).or_default() += 1;
+        self.tally.refused += 1;
+        *self.tally.reasons.entry(format!("router: {}", kind.code())).or_default() += 1;
         self.end(job, false);
     }
 
@@ -520,96 +502,16 @@ impl<'a> World<'a> {
             return;
         }
         self.open -= 1;
-        self.last_end = self.now;
+        self.tally.last_end = self.now;
         if completed {
-            self.completed += 1;
-            self.tokens += u64::from(self.jobs[job].output);
-            self.latencies.push(self.now.since(self.cases[job].arrived).as_secs_f64());
+            self.tally.completed += 1;
+            self.tally.tokens += u64::from(self.jobs[job].output);
+            self.tally.latencies.push(self.now.since(self.cases[job].arrived).as_secs_f64());
         } else {
-            self.failed += 1;
+            self.tally.failed += 1;
         }
         if self.scenario.workload.concurrency.is_some() {
             self.next_arrival(self.now);
         }
-    }
-
-    fn report(self, cut_off: bool) -> Report {
-        let first = self.cases.iter().map(|c| c.arrived).filter(|at| *at > Moment::ZERO).min().unwrap_or_default();
-        let end = if cut_off { self.now } else { self.last_end };
-        let makespan = end.since(first).as_secs_f64().max(1e-9);
-        let mut decode_ranks = Vec::new();
-        let mut timeouts = 0;
-        for (i, config) in self.engines.iter().enumerate() {
-            let engine = EngineId(i as u16);
-            for (rank, (stats, load)) in self.fleet.stats(engine).into_iter().zip(self.fleet.live(engine)).enumerate() {
-                timeouts += stats.waiting_timeouts + stats.bootstrap_timeouts;
-                if config.role == Role::Decode {
-                    decode_ranks.push(DecodeRank {
-                        engine: i as u16 - self.scenario.fleet.prefill.engines,
-                        rank: rank as u16,
-                        peak_transfer: stats.peak_transfer,
-                        mean_running: stats.running_seconds / makespan,
-                        over_reservations: stats.blocked,
-                        timeouts: stats.waiting_timeouts,
-                        peak_used: stats.peak_used as f64 / config.max_total_tokens as f64,
-                        retracted: load.retracted_total,
-                    });
-                }
-            }
-        }
-        Report {
-            scenario: self.scenario.name.clone(),
-            window: self.scenario.router.admission.then_some(self.scenario.router.window),
-            completed: self.completed,
-            failed: self.failed,
-            refused: self.refused,
-            retried: self.retried,
-            engine_timeouts: timeouts,
-            over_reservations: decode_ranks.iter().map(|r| r.over_reservations).sum(),
-            makespan_s: makespan,
-            rollouts_per_s: f64::from(self.completed) / makespan,
-            tokens_per_s: self.tokens as f64 / makespan,
-            peak_transfer: decode_ranks.iter().map(|r| r.peak_transfer).max().unwrap_or(0),
-            mean_running: decode_ranks.iter().map(|r| r.mean_running).sum::<f64>() / decode_ranks.len().max(1) as f64,
-            router_wait_s: Waits::of(self.router_waits),
-            engine_wait_s: Waits::of(self.engine_waits),
-            latency_s: Waits::of(self.latencies),
-            decode_ranks,
-            reasons: self.reasons.into_iter().collect(),
-            cut_off,
-        }
-    }
-}
-
-fn spec(place: usize, config: &EngineConfig) -> WorkerSpec {
-    let url = format!("http://{}{place}:30000", if config.role == Role::Prefill { "p" } else { "d" });
-    WorkerSpec { url: url.into(), role: config.role, ranks: config.ranks, facts: config.facts() }
-}
-
-/// Text of a body with `input_ids`: about seven characters an id.
-fn body_bytes(job: &Job) -> u64 {
-    400 + 7 * u64::from(job.prompt)
-}
-
-fn request(scenario: &Scenario, job: &Job, case: &Case, arrived: Moment) -> Request {
-    let row = u64::from(scenario.fleet.engines().first().map_or(1280, |c| c.r3.row_bytes));
-    let text = |rows: u32| (u64::from(rows) * row).div_ceil(3) * 4;
-    // What the router can know: the bound on the output that the client named, or the default's worth.
-    let out = job.max_new.unwrap_or(4096);
-    let decode_rows = if scenario.router.start_len_rewrite { out } else { job.prompt + out };
-    Request {
-        prompt_tokens: job.prompt,
-        max_new_tokens: job.max_new,
-        key: job.family,
-        prefix: Arc::clone(&job.prefix),
-        deadline: scenario.router.deadline_s.map_or(Moment::NEVER, |s| arrived + Duration::from_secs_f64(s)),
-        body_bytes: body_bytes(job),
-        r3: job.r3.then(|| R3Need {
-            prefill_text: text(job.prompt),
-            decode_text: text(decode_rows),
-            arena: u64::from(job.prompt) * row / 4,
-        }),
-        avoid: case.avoid.clone(),
-        retry: case.retries > 0,
     }
 }
