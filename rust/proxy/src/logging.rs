@@ -8,16 +8,17 @@ use std::sync::Mutex;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
 
-use crate::settings::{LogLevel, Settings};
+use crate::settings::{Loaded, LogLevel};
 
 /// Name of the file in `--log-dir`. It is opened for append, so that several starts share it and rotation may truncate it.
 const FILE: &str = "r3router.log";
 
-/// Starts logging for the process. A process that logs already is left as it is.
+/// Starts logging for the process, with the warnings of the settings as its first lines. A process that logs already is left as it is.
 ///
 /// # Errors
 /// When the folder of `--log-dir` or the file in it cannot be written.
-pub fn init(settings: &Settings) -> io::Result<()> {
+pub fn init(loaded: &Loaded) -> io::Result<()> {
+    let settings = &loaded.settings;
     let writer = match &settings.log_dir {
         Some(folder) => BoxMakeWriter::new(Mutex::new(open(Path::new(folder))?)),
         None => BoxMakeWriter::new(io::stderr),
@@ -29,6 +30,9 @@ pub fn init(settings: &Settings) -> io::Result<()> {
         .with_ansi(settings.log_dir.is_none() && std::io::IsTerminal::is_terminal(&io::stderr()));
     // A second router in one process (tests) finds a subscriber that is already set; its lines go there.
     let _ = if settings.log_json { builder.json().flatten_event(true).try_init() } else { builder.try_init() };
+    for warning in &loaded.warnings {
+        tracing::warn!("{warning}");
+    }
     Ok(())
 }
 
