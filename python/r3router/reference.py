@@ -42,10 +42,37 @@ def put_table(readme: str, table: str) -> str:
 
 
 def demo_table(report: dict[str, Any]) -> str:
-    """The incident table of `target/demo.json`: its head line, then one row per router."""
-    columns: list[str] = report["columns"]
-    lines = [report["head"], "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    lines += [f"| {' | '.join(str(row[column]) for column in columns)} |" for row in report["rows"]]
+    """The incident table of `target/demo.json`: what ran on what, then one row per router."""
+
+    def seconds(pair: list[float]) -> str:
+        return f"{pair[0]:.1f} / {pair[1]:.1f}"
+
+    o, scale = report["options"], f"{report['options']['scale']:g}"
+    head = (
+        f"{o['prefill']} prefill and {o['decode']} decode ranks, {o['per_gpu']} requests outstanding per GPU, "
+        f"{o['cached_tokens']:,} cached and {o['new_tokens']:,} new prompt tokens, {o['output_tokens']} output tokens, R3 on, "
+        f"engines as SGLang {o['engine_version']}. Emulated on {report['machine']}, {report['date']}, at scale 1:{scale}: "
+        f"on the wire everything is {scale} times smaller and faster than in the table; {o['seconds']:,.0f} s of the fleet's time each."
+    )
+    columns = (
+        *("router", "completed", "engine timeouts", "wrong R3 bytes", "rollouts/s", "peak transfers per decode rank"),
+        *("mean running per decode rank", "wait in router, p50 / p99 s", "wait in engine, p50 / p99 s"),
+    )
+    lines = [head, "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for column in report["columns"]:
+        cells = [
+            column["name"],
+            column["completed"],
+            column["engine_timeouts"],
+            column["wrong_bytes"],
+            f"{column['rollouts_per_second']:.2f}",
+            column["peak_transfer"],
+            f"{column['mean_running']:.1f}",
+            seconds(column["router_wait"]),
+            seconds(column["engine_wait"]),
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", *(f"Left out: {why}." for why in report["left_out"])]
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """`r3router emulate`: a fleet of emulated engines on loopback."""
 
 import json
+import signal
 import sys
 from typing import Any, Final
 
@@ -53,6 +54,8 @@ def params() -> list[click.Parameter]:
 def run(**values: Any) -> None:
     """Plays the fleet until SIGTERM or SIGINT."""
     try:
+        # The core watches signals itself; the interpreter would raise a KeyboardInterrupt after it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         core.emulate(json.dumps(values))
     except core.SettingsError as error:
         click.echo(f"Error: {error}", err=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -27,6 +28,8 @@ def run(config: str | None, check: bool, **values: Any) -> None:
         if check:
             click.echo(report(json.loads(core.check_settings(sources))))
         else:
+            # The core watches signals itself; the interpreter would raise a KeyboardInterrupt after it.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             core.serve(sources)
     except core.SettingsError as error:
         for line in str(error).splitlines():

@@ -224,13 +224,18 @@ const METRICS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// The router's own metrics.
 pub fn metrics(app: &App) -> Reply {
+    let mut reply = bytes_reply(200, METRICS_TYPE, metrics_text(app).into());
+    reply.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    reply
+}
+
+/// The router's own metrics in the Prometheus exposition format.
+pub fn metrics_text(app: &App) -> String {
     let mut text = Text::default();
     app.metrics.write(&mut text);
     write_admission(app, &mut text);
     write_workers(app, &mut text);
-    let mut reply = bytes_reply(200, METRICS_TYPE, text.finish().into());
-    reply.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    reply
+    text.finish()
 }
 
 fn write_admission(app: &App, text: &mut Text) {

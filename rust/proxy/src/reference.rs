@@ -4,7 +4,9 @@ use std::fmt::Write;
 
 use r3router_core::error::Kind;
 
-use crate::metrics::{Metrics, Text};
+use crate::app::App;
+use crate::info::metrics_text;
+use crate::settings::Settings;
 
 /// Every error of the router: code, status, meaning.
 pub fn errors_page() -> String {
@@ -27,18 +29,22 @@ pub fn errors_page() -> String {
     page
 }
 
-/// Every metric family: name, type, labels with their values, meaning.
-pub fn metrics_page() -> String {
+/// Every metric family that a router without engines writes: name, type, labels with their values, meaning.
+///
+/// # Errors
+/// When no runtime can be started.
+pub fn metrics_page() -> std::io::Result<String> {
     let mut page = String::from(
         "# Metrics\n\n\
          Made from what the router writes, by `make docs`; a test fails when this page and the code differ.\n\n\
          `GET /metrics` on the router's port, and on `--prometheus-port`. Times are seconds, sizes are bytes. Histograms have the\n\
-         usual `_bucket`, `_sum` and `_count`.\n\n\
+         usual `_bucket`, `_sum` and `_count`. Families `r3router_rank_…` have the labels `worker`, `rank` and `role`, families\n\
+         `r3router_worker_…` have `worker` and `role`; their series go when the worker is removed.\n\n\
          | metric | type | labels | meaning |\n|---|---|---|---|\n",
     );
-    let mut text = Text::default();
-    Metrics::default().write(&mut text);
-    for family in families(&text.finish()) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let text = runtime.block_on(async { App::new(Settings::default()).map(|app| metrics_text(&app)) });
+    for family in families(&text.map_err(std::io::Error::other)?) {
         let labels: Vec<String> = family
             .labels
             .iter()
@@ -47,7 +53,7 @@ pub fn metrics_page() -> String {
             .collect();
         let _ = writeln!(page, "| `{}` | {} | {} | {} |", family.name, family.kind, labels.join("; "), family.help);
     }
-    page
+    Ok(page)
 }
 
 struct Family {
@@ -98,7 +104,7 @@ mod tests {
             assert_eq!(page.matches(&format!("| `{}` | {} | ", kind.code(), kind.status())).count(), 1);
             assert!(kind.meaning().ends_with('.'), "{}", kind.code());
         }
-        let page = metrics_page();
+        let page = metrics_page().unwrap();
         assert!(page.contains("| `r3router_requests_live` | gauge |  | Requests in work"));
         assert!(page.contains("`route`: generate, chat, completions, other"));
     }

@@ -1,6 +1,8 @@
 //! The reference pages that are made from the code, in Markdown.
 use pyo3::prelude::*;
 
+use crate::errors::RunError;
+
 /// The settings page.
 #[pyfunction]
 pub(crate) fn settings_page() -> String {
@@ -15,6 +17,6 @@ pub(crate) fn errors_page() -> String {
 
 /// The metrics page.
 #[pyfunction]
-pub(crate) fn metrics_page() -> String {
-    r3router_proxy::reference::metrics_page()
+pub(crate) fn metrics_page() -> PyResult<String> {
+    r3router_proxy::reference::metrics_page().map_err(|e| RunError::new_err(e.to_string()))
 }

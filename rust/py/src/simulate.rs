@@ -1,4 +1,5 @@
 //! `simulate` and `sweep`: scenarios in virtual time.
+#![allow(clippy::needless_pass_by_value, reason = "paths are handed over by value")]
 use std::path::PathBuf;
 
 use pyo3::prelude::*;

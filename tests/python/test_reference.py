@@ -1,0 +1,67 @@
+"""Pages that are made from the code and from results."""
+
+from pathlib import Path
+
+import pytest
+
+from r3router.reference import BEGIN, END, PAGES, demo_table, drifted, put_table, write
+
+ROOT = Path(__file__).parents[2]
+
+REPORT = {
+    "options": {
+        "prefill": 4,
+        "decode": 4,
+        "per_gpu": 96,
+        "cached_tokens": 54_000,
+        "new_tokens": 3_000,
+        "output_tokens": 120,
+        "engine_version": "0.5.23",
+        "scale": 30.0,
+        "seconds": 1800.0,
+    },
+    "machine": "a machine",
+    "date": "2026-01-02",
+    "columns": [
+        {
+            "name": "unbounded router",
+            "completed": 7,
+            "engine_timeouts": 8,
+            "wrong_bytes": 9,
+            "rollouts_per_second": 0.125,
+            "peak_transfer": 50,
+            "mean_running": 6.5,
+            "router_wait": [0.0, 0.1],
+            "engine_wait": [100.0, 299.96],
+        }
+    ],
+    "left_out": ["(a2) sglang-router 0.3.2: not installed"],
+}
+
+
+def test_the_incident_table_says_what_ran_where_and_when():
+    lines = demo_table(REPORT).splitlines()
+    assert "54,000 cached and 3,000 new prompt tokens" in lines[0]
+    assert "a machine, 2026-01-02, at scale 1:30:" in lines[0]
+    assert lines[4] == "| unbounded router | 7 | 8 | 9 | 0.12 | 50 | 6.5 | 0.0 / 0.1 | 100.0 / 300.0 |"
+    assert lines[-1] == "Left out: (a2) sglang-router 0.3.2: not installed."
+
+
+def test_the_table_goes_between_the_markers_and_nothing_else_changes():
+    readme = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    once = put_table(readme, "new\n")
+    assert once == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    assert put_table(once, "new") == once
+    with pytest.raises(SystemExit, match="lacks the markers"):
+        put_table("no markers", "new")
+    assert put_table((ROOT / "README.md").read_text("utf-8"), "x").count("\nx\n") == 1
+
+
+def test_a_page_that_differs_is_found_and_written(tmp_path: Path):
+    for name in PAGES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+    assert drifted(tmp_path) == list(PAGES)
+    assert write(tmp_path) == list(PAGES)
+    page = tmp_path / "python" / "SETTINGS.md"
+    page.write_text(page.read_text("utf-8").replace("`30000`", "`30001`"), "utf-8")
+    assert drifted(tmp_path) == ["python/SETTINGS.md"]
