@@ -94,12 +94,13 @@ pub(crate) struct Waiting {
     pub(crate) max_new: u64,
     pub(crate) arena: u64,
     pub(crate) r3: bool,
+    pub(crate) texts: (u64, u64),
     pub(crate) no_prefix: bool,
     pub(crate) body: u64,
     pub(crate) avoid: Vec<RankId>,
     pub(crate) deadline: Ns,
     pub(crate) since: Ns,
-    /// Later new requests that were bound while this was the head of its key.
+    /// Later requests that were bound before it: of its own key, and of others while it was the head of its key.
     pub(crate) overtaken: u32,
 }
 
@@ -220,6 +221,7 @@ impl Book {
             max_new: u64::from(request.max_new_tokens.unwrap_or(self.config.default_max_new_tokens)),
             arena: request.r3.map_or(0, |r| r.arena),
             r3: request.r3.is_some_and(|r| r.prefill_text > 0 || r.decode_text > 0),
+            texts: request.r3.map_or((0, 0), |r| (r.prefill_text, r.decode_text)),
             no_prefix: request.prefix.is_empty(),
             body: request.body_bytes,
             avoid: request.avoid.clone(),

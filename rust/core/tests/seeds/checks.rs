@@ -81,11 +81,16 @@ impl Book {
         }
         let (decode, prefill) = self.check_places(b)?;
         self.check_room(b, prefill)?;
-        if at != 0 {
-            let first = self.waiting[&class][0].ticket;
-            return broken("fifo", format!("{:?} was bound before {first:?} of the same key {}", b.ticket, class.1));
-        }
         let w = self.waiting[&class][at].clone();
+        // Inside a key only what does not fit may be overtaken; what needs no more of anything fits as well.
+        let first = self.waiting[&class].range(..at).find(|e| self.fits_where(e, &w, prefill, decode));
+        if let Some(first) = first {
+            let (first, key) = (first.ticket, class.1);
+            return broken(
+                "fifo",
+                format!("{:?} was bound before {first:?} of the same key {key}, which fits", b.ticket),
+            );
+        }
         if now > w.deadline {
             return broken("deadline", format!("{:?} was bound at {now}, deadline {}", b.ticket, w.deadline));
         }
@@ -93,7 +98,7 @@ impl Book {
             let limit = self.config.arena_bytes;
             return broken("arena", format!("{} + {} arena bytes of {limit}", self.arena, w.arena));
         }
-        self.count_overtaken(&w, class.0)?;
+        self.count_overtaken(&w, class)?;
         self.unqueue(b.ticket);
         Ok((w, prefill, decode))
     }
@@ -140,20 +145,33 @@ impl Book {
         Ok(())
     }
 
-    /// A new request was bound: every older head of another key was overtaken once more.
-    fn count_overtaken(&mut self, bound: &Waiting, new: bool) -> Result<(), Violation> {
-        if !new {
+    /// Whether an earlier request surely fits the places that a later one was given.
+    fn fits_where(&self, e: &Waiting, later: &Waiting, prefill: Option<Place>, decode: Place) -> bool {
+        let avoided = e.avoid.iter().filter_map(|id| self.place(*id)).any(|at| at == decode || Some(at) == prefill);
+        !avoided
+            && e.no_prefix
+            && later.no_prefix
+            && e.prompt <= later.prompt
+            && e.max_new <= later.max_new
+            && e.arena <= later.arena
+            && e.texts.0 <= later.texts.0
+            && e.texts.1 <= later.texts.1
+    }
+
+    /// A new request was bound: whatever came before it was overtaken once more.
+    fn count_overtaken(&mut self, bound: &Waiting, class: (bool, u64)) -> Result<(), Violation> {
+        if !class.0 {
             return Ok(());
         }
         // Between keys the queue is fair, not FIFO: each other key may go a few times before a turn comes around.
         let limit = self.config.max_overtakes * 2 + 8 * self.keys.len() as u32 + 8;
-        for queue in self.waiting.values_mut() {
-            let Some(head) = queue.front_mut() else { continue };
-            if head.seq < bound.seq {
-                head.overtaken += 1;
-                if head.overtaken > limit {
-                    let (ticket, times) = (head.ticket, head.overtaken);
-                    return broken("starved", format!("{ticket:?} at the head of its key was overtaken {times} times"));
+        for (other, queue) in &mut self.waiting {
+            let reach = if *other == class { queue.len() } else { 1 };
+            for w in queue.iter_mut().take(reach).filter(|w| w.seq < bound.seq) {
+                w.overtaken += 1;
+                if w.overtaken > limit {
+                    let (ticket, times) = (w.ticket, w.overtaken);
+                    return broken("starved", format!("{ticket:?} was overtaken {times} times"));
                 }
             }
         }
@@ -175,7 +193,7 @@ impl Book {
             }
         }
         for (worker, _) in a.prefill.into_iter().chain([a.decode]) {
-            if self.workers[worker].connect_failed == Some(now) {
+            if self.workers[worker].connect_failed == Some(now) && self.config.breaker_threshold > 0 {
                 let url = &self.workers[worker].url;
                 return broken("connect", format!("{url} refused the connection at this moment and was chosen again"));
             }
@@ -209,7 +227,7 @@ impl Book {
         let retries = self.waiting.keys().any(|(new, _)| !*new);
         let heads = || self.waiting.values().filter_map(|q| q.front());
         // The queue may hold for a request that was overtaken often enough.
-        if retries || heads().any(|h| h.overtaken >= self.config.max_overtakes.min(1)) {
+        if retries || self.waiting.values().flatten().any(|h| h.overtaken >= self.config.max_overtakes.min(1)) {
             return Ok(());
         }
         for head in heads() {
