@@ -227,7 +227,7 @@ impl Book {
         let retries = self.waiting.keys().any(|(new, _)| !*new);
         let heads = || self.waiting.values().filter_map(|q| q.front());
         // The queue may hold for a request that was overtaken often enough.
-        if retries || self.waiting.values().flatten().any(|h| h.overtaken >= self.config.max_overtakes.min(1)) {
+        if retries || self.waiting.values().flatten().any(|h| h.overtaken >= self.config.max_overtakes) {
             return Ok(());
         }
         for head in heads() {
