@@ -261,8 +261,12 @@ fn back(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>, partner: Option<W
         *why = reason;
         false
     };
-    if let Some(slot) = need.kept.and_then(|k| k.decode) {
-        return if kept_is_free(fleet, slot) && fits(slot, false, &mut why, &mut cooled) { Ok(slot) } else { Err(why) };
+    // The rank that was kept, or any other that is free before it.
+    if let Some(slot) = need.kept.and_then(|k| k.decode)
+        && kept_is_free(fleet, slot)
+        && fits(slot, false, &mut why, &mut cooled)
+    {
+        return Ok(slot);
     }
     let tree = fleet.decode.tree(r3);
     if !tree.any() {
