@@ -225,7 +225,7 @@ impl Fleet {
         self.registered[spec.role as usize] += 1;
         let mut ranks = Vec::with_capacity(usize::from(spec.ranks.max(1)));
         for rank in 0..spec.ranks.max(1) {
-            let fresh = Rank {
+            let mut fresh = Rank {
                 id: RankId { worker: id, rank },
                 role: spec.role,
                 worker: index,
@@ -240,6 +240,10 @@ impl Fleet {
                 closed: Reason::Mode,
                 held: false,
             };
+            if spec.role == Role::Decode {
+                // A fixed window holds from the first request on.
+                fresh.window.update(now, self.rule.window, Supply::default());
+            }
             self.closed[side(spec.role)].add(Reason::Mode);
             let slot = if let Some(slot) = self.free_slots.pop() {
                 let place = &mut self.ranks[slot as usize];
@@ -323,11 +327,13 @@ impl Fleet {
         let Some(Some(worker)) = self.workers.get(index as usize) else { return };
         let Some(&slot) = worker.ranks.get(usize::from(report.rank)) else { return };
         let rank = &mut self.ranks[slot as usize];
-        if rank.report.as_ref().is_some_and(|last| report.measured_at < last.measured_at) {
+        // A clock that runs ahead must not outlive what is measured after it.
+        let measured_at = report.measured_at.min(now);
+        if rank.report.as_ref().is_some_and(|last| measured_at < last.measured_at) {
             return;
         }
         let counted = counted(rank.role, report, &rank.capacity, worker.facts.mamba_slots);
-        if !rank.ledger.reconcile(counted, report.measured_at) {
+        if !rank.ledger.reconcile(counted, measured_at) {
             return;
         }
         let retracted_before = rank.report.as_ref().is_some_and(|r| r.retracted.unwrap_or(0) > 0);
@@ -338,7 +344,7 @@ impl Fleet {
         if report.retracted.unwrap_or(0) > 0 && !retracted_before {
             rank.window.shrink(now);
         }
-        rank.report = Some(report.clone());
+        rank.report = Some(RankReport { measured_at, ..report.clone() });
         self.refresh(slot, now);
     }
 
