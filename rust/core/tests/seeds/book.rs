@@ -66,6 +66,8 @@ pub(crate) struct Attempt {
     pub(crate) finished: Option<Ns>,
     /// The delivery deadline passed: the slot is off the budget until a report says otherwise.
     pub(crate) leaked: bool,
+    /// The router may still count the leak: no report that it must believe has cleared it.
+    pub(crate) lingers: bool,
 }
 
 impl Attempt {
@@ -173,6 +175,7 @@ impl Book {
     /// Takes a report as the newest truth, unless a newer one is known. A measurement from the future counts as now.
     pub(crate) fn report(&mut self, worker: usize, reports: &[RankReport], now: Ns) {
         for report in reports {
+            let lies = self.workers[worker].tainted;
             let Some(rank) = self.workers[worker].ranks.get_mut(usize::from(report.rank)) else { continue };
             let measured = report.measured_at.0.min(now);
             if rank.report.as_ref().is_some_and(|(old, _)| *old > measured) {
@@ -185,14 +188,15 @@ impl Book {
             for attempt in &attempts {
                 let a = &mut self.attempts[*attempt];
                 let here = a.decode == (worker, usize::from(report.rank));
-                if here && a.leaked && a.finished.is_some_and(|end| end <= measured) {
+                if here && a.lingers && a.finished.is_some_and(|end| end <= measured) {
                     a.leaked = false;
+                    a.lingers = lies;
                 }
             }
             let keep = attempts.into_iter().filter(|i| {
                 let a = &self.attempts[*i];
                 let ended = if a.decode.0 == worker { a.decode_released() } else { a.prefill_released() };
-                ended.is_none_or(|end| end >= measured)
+                a.lingers || ended.is_none_or(|end| end >= measured)
             });
             self.workers[worker].ranks[usize::from(report.rank)].attempts = keep.collect();
         }
@@ -202,8 +206,13 @@ impl Book {
     pub(crate) fn forget_old_leaks(&mut self, now: Ns) {
         for a in &mut self.attempts {
             let timeout = self.workers[a.decode.0].facts.waiting_timeout.map_or(300 * SEC, |t| t.as_nanos() as u64);
+            // The engine's clock ran from some moment after the bind; a router that waits twice as long is careful.
             if a.leaked && now >= a.bound + timeout {
                 a.leaked = false;
+            }
+            let worker = &self.workers[a.decode.0];
+            if a.lingers && !worker.facts.reports_load && a.finished.is_some_and(|end| now > end + 2 * timeout + SEC) {
+                a.lingers = false;
             }
         }
     }
@@ -277,6 +286,7 @@ impl Book {
             decode_ended: None,
             finished: None,
             leaked: false,
+            lingers: false,
         });
         self.arena += waiting.arena;
         self.bound += 1;
@@ -301,6 +311,7 @@ impl Book {
         if a.finished.is_none() {
             a.finished = Some(now);
             a.leaked = leak && a.delivered.is_none() && a.decode_ended.is_none();
+            a.lingers = a.leaked;
             self.arena -= a.arena;
         }
     }

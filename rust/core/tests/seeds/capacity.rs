@@ -28,7 +28,9 @@ impl Book {
     /// The KV pool of a rank by facts or reports, whichever says more.
     pub(crate) fn pool(&self, place: Place) -> Option<u64> {
         let reported = self.rank(place).report.as_ref().and_then(|(_, r)| r.max_total_tokens);
-        self.workers[place.0].facts.max_total_tokens.max(reported)
+        // A pool that no machine has, or of nothing, is as good as unknown.
+        let absurd = reported.is_some_and(|n| n == 0 || n > 1 << 50);
+        self.workers[place.0].facts.max_total_tokens.max(reported).filter(|_| !absurd)
     }
 
     /// Rows: running limit, and that with the extra rows of decode.
@@ -177,28 +179,25 @@ impl Book {
         Ok(())
     }
 
-    /// One batch in service and one ready, in uncached tokens; only prompts without a prefix are known to be uncached.
-    pub(crate) fn check_prefill(&self, place: Place, newest: usize, now: Ns) -> Result<(), Violation> {
+    /// One batch in service and one ready, in uncached tokens, beside what is on its way in or out. Only prompts without a
+    /// prefix are known to be uncached. A batch may be one request of any size.
+    pub(crate) fn check_prefill(&self, place: Place, newest: usize, on_the_way: u64, now: Ns) -> Result<(), Violation> {
         let Some(chunk) = self.workers[place.0].facts.chunked_prefill_size else { return Ok(()) };
         let since = match &self.rank(place).report {
             Some((measured, r)) if self.fresh(place, now) && r.waiting_uncached_tokens.is_some() => *measured,
             _ => 0,
         };
-        let queued: u64 = self
-            .rank(place)
-            .attempts
-            .iter()
-            .filter(|i| **i != newest)
-            .map(|i| &self.attempts[*i])
-            .filter(|a| a.prefill == Some(place) && a.no_prefix && a.bound >= since && a.bound > 0)
-            .filter(|a| a.delivered.is_none() && a.prefill_released().is_none())
-            .map(|a| a.prompt)
-            .sum();
-        if queued > 2 * u64::from(chunk) {
-            let url = &self.workers[place.0].url;
+        let before =
+            self.rank(place).attempts.iter().filter(|i| **i != newest).map(|i| &self.attempts[*i]).filter(|a| {
+                let open = a.delivered.is_none() && a.prefill_released().is_none();
+                a.prefill == Some(place) && a.no_prefix && a.bound >= since && open
+            });
+        let (count, queued) = before.fold((0, 0), |(count, tokens), a| (count + 1, tokens + a.prompt));
+        if count > 1 && queued > 2 * u64::from(chunk) + on_the_way {
+            let at = format!("{}@{}", self.workers[place.0].url, place.1);
             return broken(
                 "prefill",
-                format!("{url}@{}: bound on top of {queued} uncached tokens, batch {chunk}", place.1),
+                format!("{at}: bound on top of {count} requests of {queued} tokens, batch {chunk}"),
             );
         }
         Ok(())

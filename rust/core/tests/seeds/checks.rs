@@ -163,8 +163,9 @@ impl Book {
         if !class.0 {
             return Ok(());
         }
-        // Between keys the queue is fair, not FIFO: each other key may go a few times before a turn comes around.
-        let limit = self.config.max_overtakes * 2 + 8 * self.keys.len() as u32 + 8;
+        // Between keys the queue is fair, not FIFO: each other key may go a few times before a turn comes around. While a
+        // rank is kept for a request, others go on elsewhere.
+        let limit = self.config.max_overtakes * 2 + 8 * self.keys.len() as u32 + 64;
         for (other, queue) in &mut self.waiting {
             let reach = if *other == class { queue.len() } else { 1 };
             for w in queue.iter_mut().take(reach).filter(|w| w.seq < bound.seq) {
@@ -179,7 +180,13 @@ impl Book {
     }
 
     /// The ranks just bound to are within what is known of them.
-    pub(crate) fn check_capacity(&self, attempt: usize, w: &Waiting, now: Ns) -> Result<(), Violation> {
+    pub(crate) fn check_capacity(
+        &self,
+        attempt: usize,
+        w: &Waiting,
+        on_the_way: u64,
+        now: Ns,
+    ) -> Result<(), Violation> {
         let a = &self.attempts[attempt];
         if !self.config.enabled {
             return Ok(());
@@ -199,7 +206,7 @@ impl Book {
             }
         }
         match a.prefill {
-            Some(prefill) => self.check_prefill(prefill, attempt, now),
+            Some(prefill) => self.check_prefill(prefill, attempt, on_the_way, now),
             None => Ok(()),
         }
     }

@@ -217,6 +217,7 @@ impl<R: Router> Run<'_, R> {
     fn step(&mut self, event: Event) -> Result<(), Violation> {
         self.tally.steps += 1;
         let quiet = matches!(event, Event::Engine(_) | Event::Measure(_));
+        let only_time = matches!(event, Event::Poll);
         if matches!(event, Event::Poll) {
             if self.poll_at != Some(self.now) {
                 return Ok(());
@@ -235,7 +236,7 @@ impl<R: Router> Run<'_, R> {
             self.at(soon, Event::Poll);
             return Ok(());
         }
-        self.poll()
+        self.poll_after(only_time)
     }
 
     /// Takes over what the engines will do and have said.
@@ -250,10 +251,16 @@ impl<R: Router> Run<'_, R> {
     }
 
     pub(crate) fn poll(&mut self) -> Result<(), Violation> {
+        self.poll_after(false)
+    }
+
+    /// Polls and checks. Where only time has passed and nothing was decided, the ledgers are looked at now and then.
+    fn poll_after(&mut self, only_time: bool) -> Result<(), Violation> {
         self.book.forget_old_leaks(self.now);
         let mut decisions = Vec::new();
         let next = self.router.poll(Moment(self.now), &mut decisions);
         let mut touched = Vec::new();
+        let unchanged = only_time && decisions.is_empty() && !self.tally.steps.is_multiple_of(8);
         for decision in decisions {
             self.decide(decision, &mut touched)?;
         }
@@ -268,11 +275,13 @@ impl<R: Router> Run<'_, R> {
                 self.at(next.0, Event::Poll);
             }
         }
-        let shown = self.router.snapshot(Moment(self.now));
-        self.book.check_snapshot(&shown)?;
-        self.book.check_window(&self.shown, &shown, &touched)?;
         self.book.check_waiting(self.now)?;
-        self.shown = shown;
+        if !unchanged {
+            let shown = self.router.snapshot(Moment(self.now));
+            self.book.check_snapshot(&shown)?;
+            self.book.check_window(&self.shown, &shown, &touched)?;
+            self.shown = shown;
+        }
         Ok(())
     }
 
@@ -293,7 +302,8 @@ impl<R: Router> Run<'_, R> {
                 );
                 let (waiting, prefill, decode) = self.book.check_binding(&binding, self.now)?;
                 let attempt = self.book.bind(&waiting, prefill, decode, self.now);
-                self.book.check_capacity(attempt, &waiting, self.now)?;
+                let on_the_way = prefill.map_or(0, |p| self.on_the_way(p));
+                self.book.check_capacity(attempt, &waiting, on_the_way, self.now)?;
                 touched.push(decode);
                 self.send(waiting.call, prefill, decode, binding.permit);
             }
@@ -309,6 +319,14 @@ impl<R: Router> Run<'_, R> {
             }
         }
         Ok(())
+    }
+
+    /// The most tokens that a prefill rank computes while a request is on its way in, or its KV and its reply on their way out.
+    fn on_the_way(&self, prefill: Place) -> u64 {
+        let truth = self.engines.truth(prefill.0);
+        let text = self.plan.calls.iter().filter_map(|c| c.r3).map(|r| r.prefill_text).max().unwrap_or(0);
+        let way = truth.transfer + 4 * self.plan.net + text * SEC / truth.egress.max(1) + SEC / 50;
+        4 * truth.rate * (way / 1_000_000) / 1000
     }
 
     fn mix(&mut self, bits: u64) {

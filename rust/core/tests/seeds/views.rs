@@ -42,30 +42,33 @@ impl Book {
         (usize::from(view.rank) < self.workers[worker].ranks.len()).then_some((worker, usize::from(view.rank)))
     }
 
-    /// Attempts open and in transfer on a place, and leaks.
-    fn counts(&self, place: Place) -> (u32, u32, u32) {
-        let (mut open, mut transfer, mut leaks) = (0, 0, 0);
+    /// Attempts open and in transfer on a place, leaks, and leaks that may still be counted.
+    fn counts(&self, place: Place) -> (u32, u32, u32, u32) {
+        let (mut open, mut transfer, mut leaks, mut lingering) = (0, 0, 0, 0);
         for a in self.rank(place).attempts.iter().map(|i| &self.attempts[*i]) {
             let released = if a.decode == place { a.decode_ended.or(a.finished) } else { a.prefill_released() };
-            if a.leaked {
-                leaks += 1;
-            } else if released.is_none() {
+            leaks += u32::from(a.leaked);
+            lingering += u32::from(a.lingers && a.decode == place);
+            if !a.leaked && released.is_none() {
                 open += 1;
                 transfer += u32::from(a.delivered.is_none());
             }
         }
-        (open, transfer, leaks)
+        (open, transfer, leaks, lingering)
     }
 
     fn check_view(&self, place: Place, view: &RankView) -> Result<(), Violation> {
-        let (open, transfer, leaks) = self.counts(place);
+        let (open, transfer, leaks, lingering) = self.counts(place);
         let at = format!("{}@{}", view.url, view.rank);
-        if view.open < open || view.open > open + leaks {
-            return broken("released-once", format!("{at}: {} open shown, {open} are, {leaks} leaked", view.open));
+        if view.open < open || view.open > open + lingering {
+            return broken("released-once", format!("{at}: {} open shown, {open} are, {lingering} leaked", view.open));
         }
-        if view.in_transfer < transfer || view.in_transfer > transfer + leaks {
+        if view.in_transfer < transfer || view.in_transfer > transfer + lingering {
             let shown = view.in_transfer;
-            return broken("released-once", format!("{at}: {shown} in transfer shown, {transfer} are, {leaks} leaked"));
+            return broken(
+                "released-once",
+                format!("{at}: {shown} in transfer shown, {transfer} are, {lingering} leaked"),
+            );
         }
         self.check_free(place, view, i64::from(open + leaks))?;
         let worker = &self.workers[place.0];
@@ -120,7 +123,7 @@ impl Book {
                 s.ranks.iter().find(|v| v.url == worker.url && usize::from(v.rank) == place.1).map_or(0, |v| v.window)
             };
             let window = find(before).max(find(after)).max(1);
-            let (_, transfer, _) = self.counts(*place);
+            let (_, transfer, ..) = self.counts(*place);
             if transfer > window {
                 return broken(
                     "window",
