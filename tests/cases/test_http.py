@@ -152,12 +152,14 @@ async def test_http_2_the_limit_holds_to_the_byte_for_both_framings(lab: Lab) ->
     assert fleet.posts() == seen, "a body over the limit reached an engine"
 
 
-async def test_http_2_a_client_that_never_stops_sending_still_reads_its_413(lab: Lab) -> None:
+async def test_http_2_a_client_that_asks_first_is_told_before_it_sends(lab: Lab) -> None:
     fleet, _, client = await lab.serve("--max-payload-size", "100000")
     connection = await client.connect()
-    await connection.send(b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 50000000\r\n\r\n")
+    head = b"POST /generate HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 50000000\r\n\r\n"
+    await connection.send(head)
     got = await asyncio.wait_for(connection.answer(), 20.0)
     assert got.status == 413
+    assert got.error()["limit"] == 100_000
     connection.close()
     assert fleet.posts() == 0
 

@@ -192,6 +192,21 @@ async def test_rm_3_a_stream_of_several_samples_has_the_right_index_and_one_end(
         assert text.startswith("D0@"), text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_rm_3_more_samples_than_the_fleet_has_rows_take_turns(lab: Lab, stream: bool) -> None:
+    fleet, _, client = await lab.serve("--poll-interval-ms", "20", decode={"max_running": 2, "tokens": 3})
+    got = await asyncio.wait_for(client.chat(n=7, stream=stream), 30.0)
+    assert got.status == 200
+    fleet.check()
+    assert len(fleet.rooms.meetings) == 7
+    if stream:
+        assert events(got.body)[-1] == "[DONE]"
+        seen = {c["index"] for part in events(got.body)[:-1] for c in json.loads(part)["choices"]}
+    else:
+        seen = {c["index"] for c in got.json()["choices"]}
+    assert seen == set(range(7))
+
+
 async def test_rm_3_one_failing_sample_fails_the_call_and_aborts_the_others(lab: Lab) -> None:
     fleet, _, client = await lab.serve("--disable-retries", prefill={"waiting_s": 20.0}, decode={"dp_size": 4, "run_s": 5.0})
     seen = 0
