@@ -123,7 +123,7 @@ async def test_jsn_2_odd_escapes_arrive_as_they_were_sent(lab: Lab, what: str, p
         b'{"text":"abc',
         b'{"text":"a",}',
         b"{'text':'a'}",
-        b'{"text":01}',
+        b'{"a":01}',
         b'{"text":"a"} trailing',
         b'{"text":"a"}{"text":"b"}',
         b'{"a":NaNx}',

@@ -20,7 +20,7 @@ FAULTS: dict[str, tuple[Act | None, int]] = {
     "422": (refusal(422, MESSAGE, after=0.05), 422),
     "500": (answer(500, {"detail": MESSAGE}, after=0.05), 500),
     "503": (refusal(503, MESSAGE, after=0.05), 503),
-    "rst": (rst(after=0.05), 502),
+    "rst": (rst(after=0.4), 502),
     "refused": (None, 502),
     "200 headers then rst": (head_then_rst(), 502),
     "body cut short": (cut_short(b'{"text":"x","meta_in', 500, joins=False), 502),
@@ -86,7 +86,7 @@ async def test_leg_1_an_abort_that_came_too_early_is_repeated(lab: Lab) -> None:
 
 
 async def test_leg_1_a_burst_of_refused_calls_leaves_good_calls_alone(lab: Lab) -> None:
-    fleet, _, client = await lab.serve("--cb-failure-threshold", "3", prefill=WAIT, decode={**WAIT, "dp_size": 2, "max_running": 4})
+    fleet, _, client = await lab.serve("--cb-failure-threshold", "3", prefill=WAIT, decode={**WAIT, "dp_size": 2, "max_running": 4, "on_over": "wait"})
     refused = refusal(400, MESSAGE, after=0.05)
     fleet.p.script = lambda leg: refused if leg.body["input_ids"][0] == 9 else None
 

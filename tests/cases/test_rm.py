@@ -46,10 +46,10 @@ async def test_rm_1_rooms_of_clients_are_never_used(lab: Lab, path: str) -> None
     [
         ("decode", refusal(503, "overloaded", after=0.05)),
         ("decode", answer(500, {"detail": "Decode handshake failed"}, after=0.05)),
-        ("decode", rst(after=0.05)),
+        ("decode", rst(after=0.4)),
         ("prefill", refusal(503, "overloaded", after=0.05)),
         ("prefill", answer(500, {"detail": "Prefill bootstrap failed"}, after=0.05)),
-        ("prefill", rst(after=0.05)),
+        ("prefill", rst(after=0.4)),
     ],
     ids=["decode-503", "decode-500", "decode-rst", "prefill-503", "prefill-500", "prefill-rst"],
 )

@@ -139,7 +139,8 @@ class Engine:
     """How long a closed connection goes unnoticed when no abort comes."""
     transfer_limit: int | None = None
     on_over: str = "fail"
-    """A rank over its limits: `fail` (500, a violation), `freeze` (every rank stops, a violation), `die` or `mamba_500`."""
+    """A rank over its limits: `fail` (500, a violation), `freeze` (every rank stops, a violation), `die`, `mamba_500`
+    or `wait` (as real engines do: it is queued there)."""
     retractions: int = 0
     expands: int = 0
     """Prompt tokens that the engine counts beyond the ids that it was sent, as multimodal inputs do."""
@@ -312,7 +313,9 @@ class Engine:
             self._violation(leg, f"bootstrap_room is {room!r}")
             return 0
         found = ROOM_TEXT.findall(leg.raw) if len(leg.raw) <= SMALL_BODY else [str(room).encode()]
-        leg.room_text = found[-1].decode() if found else ""
+        # Unknown fields of the client may hold a member of the same name further in.
+        written = [text.decode() for text in found]
+        leg.room_text = str(room) if str(room) in written else "".join(written[:1])
         if leg.room_text != str(room):
             self._violation(leg, f"bootstrap_room is written {leg.room_text!r}")
         return room
@@ -356,6 +359,8 @@ class Engine:
         rank.note()
         problem = self._over(leg.rank)
         if problem is None:
+            return True
+        if self.on_over == "wait":
             return True
         if self.on_over == "mamba_500":
             await exchange.reply(500, orjson.dumps({"detail": MAMBA_TEXT}))
