@@ -62,6 +62,7 @@ fn a_request_that_was_left_in_the_queue_is_never_sent() {
         for mut client in kept {
             assert_eq!(client.reply().await.status, 200);
         }
+        until("prefill has read its own", || p.legs().len() >= 5).await;
         assert_eq!((p.legs().len(), d.legs().len()), (5, 5));
         router.zero().await;
         router.stop().await;
