@@ -238,7 +238,24 @@ fn decode_hears_nothing_of_a_request_that_prefill_did_not_get() {
 #[test]
 fn nothing_delivered_in_time_is_504_and_both_legs_are_aborted() {
     run(async {
-        let (p, d) = (Engine::start(|_| Act::Hold).await, Engine::start(|_| Act::Hold).await);
+        // Decode goes on counting the transfer after the router has given it up.
+        let stuck = std::sync::Arc::new(std::sync::atomic::AtomicU32::new(0));
+        let reported = std::sync::Arc::clone(&stuck);
+        let p = Engine::start(|_| Act::Hold).await;
+        let d = Engine::start(move |seen: &Seen| match seen.path.split('?').next() {
+            Some("/generate") => {
+                reported.store(1, std::sync::atomic::Ordering::Relaxed);
+                Act::Hold
+            }
+            Some("/v1/loads") => {
+                let transfer = reported.load(std::sync::atomic::Ordering::Relaxed);
+                let load = json!({"dp_rank": 0, "num_running_reqs": 0, "num_waiting_reqs": transfer, "max_running_requests": 8,
+                    "max_total_num_tokens": 100_000, "disaggregation": {"decode_transfer_queue_reqs": transfer}});
+                Act::Send(reply(200, &json!({ "loads": [load] }).to_string()))
+            }
+            _ => Act::Hold,
+        })
+        .await;
         let mut settings = pd(&[&p], &[&d]);
         settings.delivery_timeout_secs = Duration::from_millis(300);
         let router = Running::start(settings).await;
@@ -248,6 +265,13 @@ fn nothing_delivered_in_time_is_504_and_both_legs_are_aborted() {
         until("both are aborted", || p.aborts().len() == 2 && d.aborts().len() == 2).await;
         until("both are closed", || p.closed(p.legs()[0].connection).is_some() && d.closed(d.legs()[0].connection).is_some()).await;
         assert_eq!(p.legs().len(), 1, "a deadline is not tried again");
+        let in_transfer = || {
+            let ranks = router.app.gate.snapshot().ranks;
+            ranks.iter().filter(|r| r.role == "decode").map(|r| r.in_transfer + r.foreign).sum::<u32>()
+        };
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        assert_eq!(in_transfer(), 1, "the slot is back before the engine has freed it");
+        stuck.store(0, std::sync::atomic::Ordering::Relaxed);
         router.zero().await;
         router.stop().await;
     });
