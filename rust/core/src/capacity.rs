@@ -109,6 +109,15 @@ impl Capacity {
         self.mamba > 0 && i64::from(prompt) <= self.max_prompt && self.kv_need(prompt, max_new) <= self.kv_pool
     }
 
+    /// Whether some request that `before` could hold does not fit any more, even on an idle rank.
+    pub fn holds_less_than(&self, before: &Self) -> bool {
+        self.kv_pool < before.kv_pool
+            || self.max_prompt < before.max_prompt
+            || self.mamba < before.mamba.min(1)
+            || self.page > before.page
+            || self.reserved_decode > before.reserved_decode
+    }
+
     /// Whether an idle prefill rank could ever hold the prompt.
     pub fn fits_prompt(&self, prompt: u32) -> bool {
         i64::from(prompt) <= self.max_prompt && self.prompt_kv(prompt) <= self.kv_pool

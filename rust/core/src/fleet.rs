@@ -164,6 +164,8 @@ pub(crate) struct Fleet {
     jitter: SplitMix,
     /// Something became possible since the last look at the queue.
     pub(crate) improved: bool,
+    /// Some request that waits may fit no rank any more.
+    pub(crate) shrank: bool,
 }
 
 impl Fleet {
@@ -182,6 +184,7 @@ impl Fleet {
             closed: [Counters::default(), Counters::default()],
             jitter: SplitMix::new(config.seed ^ 0x5eed),
             improved: false,
+            shrank: false,
         }
     }
 
@@ -284,6 +287,7 @@ impl Fleet {
         let worker = self.workers.get_mut(index as usize)?.take()?;
         let was_pd = self.is_pd();
         self.registered[worker.role as usize] -= 1;
+        self.shrank = true;
         for &slot in &worker.ranks {
             let rank = &mut self.ranks[slot as usize];
             rank.live = false;
@@ -311,7 +315,9 @@ impl Fleet {
         let Some(Some(worker)) = self.workers.get_mut(index as usize) else { return };
         for &slot in &worker.ranks {
             let rank = &mut self.ranks[slot as usize];
-            rank.capacity = Capacity::of(rank.role, &facts, rank.report.as_ref(), self.rule.kv_margin);
+            let capacity = Capacity::of(rank.role, &facts, rank.report.as_ref(), self.rule.kv_margin);
+            self.shrank |= capacity.holds_less_than(&rank.capacity);
+            rank.capacity = capacity;
             rank.ledger.set_recording(facts.reports_load, now);
             let slots = |f: &EngineFacts| (f.mamba_slots, f.mamba_slots_per_request);
             if slots(&facts) != slots(&worker.facts) {
@@ -339,7 +345,9 @@ impl Fleet {
         let retracted_before = rank.report.as_ref().is_some_and(|r| r.retracted.unwrap_or(0) > 0);
         let limits = (report.max_total_tokens, report.max_running);
         if rank.report.as_ref().map(|r| (r.max_total_tokens, r.max_running)) != Some(limits) {
-            rank.capacity = Capacity::of(rank.role, &worker.facts, Some(report), self.rule.kv_margin);
+            let capacity = Capacity::of(rank.role, &worker.facts, Some(report), self.rule.kv_margin);
+            self.shrank |= capacity.holds_less_than(&rank.capacity);
+            rank.capacity = capacity;
         }
         if report.retracted.unwrap_or(0) > 0 && !retracted_before {
             rank.window.shrink(now);
@@ -374,10 +382,10 @@ impl Fleet {
         if !worker.breaker.admits() {
             return Err(Reason::Ejected);
         }
-        if rank.held {
-            return Err(Reason::Held);
-        }
-        if rank.role == Role::Prefill { self.judge_prefill(rank) } else { self.judge_decode(rank, worker, now) }
+        let verdict =
+            if rank.role == Role::Prefill { self.judge_prefill(rank) } else { self.judge_decode(rank, worker, now) };
+        // Last, so that it says that the rank would be open.
+        if rank.held && verdict.is_ok() { Err(Reason::Held) } else { verdict }
     }
 
     fn judge_decode(&self, rank: &Rank, worker: &Worker, now: Moment) -> Result<(u32, i64), Reason> {
@@ -450,6 +458,8 @@ impl Fleet {
         let old_r3 = trees.r3.score(leaf) > 0;
         self.improved |=
             score >> 6 > old || (score > 0 && (trees.plain.room(leaf) < Some(room) || (r3_open && !old_r3)));
+        // The request that the rank is kept for may fit now.
+        self.improved |= reason == Reason::Held;
         trees.plain.set(leaf, score, room);
         trees.r3.set(leaf, if r3_open { score } else { 0 }, room);
         let rank = &mut self.ranks[leaf];
@@ -475,6 +485,7 @@ impl Fleet {
     pub(crate) fn check_egress(&mut self, index: u32, now: Moment) {
         let Some(Some(worker)) = self.workers.get(index as usize) else { return };
         let full = worker.egress.outstanding() > 0 && worker.egress.outstanding() >= self.egress_limit(worker);
+        self.improved |= worker.egress_held;
         if full != worker.egress_full {
             if let Some(Some(worker)) = self.workers.get_mut(index as usize) {
                 worker.egress_full = full;

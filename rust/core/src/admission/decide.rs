@@ -43,6 +43,7 @@ impl Admission {
         if self.paused_since.is_none() {
             self.refuse_late(now, out);
             self.refuse_orphans(out, now);
+            self.refuse_too_large(out, now);
             if !self.config.enabled {
                 self.bind_all(now, out);
             } else if self.dirty || self.fleet.improved {
@@ -128,6 +129,27 @@ impl Admission {
                 .with_limit(1.0, 0.0)
                 .advise(format!("register a {name} worker, by flag or by POST /workers"))
                 .retry_after(Duration::from_secs(1));
+            out.push(Decision::Refuse(Ticket(ticket), error));
+        }
+    }
+
+    /// Requests that fitted when they came and fit no rank any more: the largest rank went, or turned out to be smaller.
+    fn refuse_too_large(&mut self, out: &mut Vec<Decision>, now: Moment) {
+        if !std::mem::take(&mut self.fleet.shrank) {
+            return;
+        }
+        let mut cursor = self.queue.begin();
+        while let Some(index) = self.queue.look(&mut cursor) {
+            let error = self.queue.entry(index).and_then(|entry| self.too_large(&entry.request));
+            let Some(error) = error else {
+                self.queue.skip(&mut cursor, true);
+                continue;
+            };
+            let ticket = self.queue.ticket(index);
+            self.let_go(ticket, now);
+            self.queue.take(&mut cursor);
+            self.counters.add(Reason::TooLarge);
+            self.dirty = true;
             out.push(Decision::Refuse(Ticket(ticket), error));
         }
     }
@@ -304,9 +326,12 @@ impl Admission {
 
     fn mark(&mut self, slot: u32, held: bool, egress: bool, now: Moment) {
         let rank = &mut self.fleet.ranks[slot as usize];
-        rank.held = held;
         let worker = rank.worker;
         let Some(Some(w)) = self.fleet.workers.get_mut(worker as usize) else { return };
+        if rank.held == held && w.egress_held == egress {
+            return;
+        }
+        rank.held = held;
         if w.egress_held == egress {
             self.fleet.refresh(slot, now);
         } else {
@@ -468,6 +493,10 @@ impl Admission {
             self.idle_tokens += idle * secs;
             self.dirty = true;
         }
+        // A pair that has rested may be what somebody waits for.
+        let resting = self.cooldowns.resting(now);
+        self.dirty |= resting < self.resting;
+        self.resting = resting;
         if !self.affinity.swept() {
             self.affinity.sweep(SWEEP_LINES);
         }

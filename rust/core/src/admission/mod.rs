@@ -310,6 +310,8 @@ pub struct Admission {
     last_tick: Moment,
     /// Something became possible since the last pass over the queue.
     dirty: bool,
+    /// Pairs that were resting at the last tick.
+    resting: usize,
     /// Entries that the running pass skipped; a buffer that is kept.
     skips: Vec<u32>,
     /// The last pass did not reach the end of the queue.
@@ -356,6 +358,7 @@ impl Admission {
             next_tick: Moment::ZERO,
             last_tick: Moment::ZERO,
             dirty: false,
+            resting: 0,
             skips: Vec::new(),
             cut_short: false,
             blocked: Reason::Queued,

@@ -19,7 +19,10 @@ impl Admission {
             self.retries.request();
         }
         self.check_workers(now)?;
-        self.check_size(&request)?;
+        if let Some(error) = self.too_large(&request) {
+            self.counters.add(Reason::TooLarge);
+            return Err(error);
+        }
         self.check_queue(&request)?;
         let paused_before = self.paused_for(now);
         let due =
@@ -83,15 +86,16 @@ impl Admission {
     }
 
     /// A request that no rank could hold when idle would wait for ever.
-    fn check_size(&mut self, request: &Request) -> Result<(), Error> {
+    pub(super) fn too_large(&self, request: &Request) -> Option<Error> {
+        if !self.config.enabled {
+            return None;
+        }
         let max_new = self.max_new(request);
         let pd = self.fleet.is_pd();
         if let Some(r3) = request.r3
-            && self.config.enabled
             && r3.arena > self.config.arena_bytes
         {
-            self.counters.add(Reason::TooLarge);
-            return Err(Error::new(
+            return Some(Error::new(
                 Kind::R3ArenaTooSmall,
                 Source::Client,
                 format!(
@@ -126,7 +130,7 @@ impl Admission {
                     best = Some((needs, limit));
                 }
             }
-            if fits || !self.config.enabled {
+            if fits {
                 continue;
             }
             let (needs, limit) = best.unwrap_or_default();
@@ -135,8 +139,7 @@ impl Admission {
                 Role::Decode => "decode",
                 Role::Regular => "regular",
             };
-            self.counters.add(Reason::TooLarge);
-            return Err(Error::new(
+            return Some(Error::new(
                 Kind::TooLargeForFleet,
                 Source::Client,
                 format!(
@@ -147,7 +150,7 @@ impl Admission {
             .with_limit(limit as f64, needs as f64)
             .advise("shorten the prompt or max_new_tokens, or add ranks with a larger KV pool"));
         }
-        Ok(())
+        None
     }
 
     fn check_queue(&mut self, request: &Request) -> Result<(), Error> {
