@@ -26,6 +26,7 @@ pub(crate) struct Worker {
     pub(crate) id: WorkerId,
     pub(crate) url: std::sync::Arc<str>,
     pub(crate) role: Role,
+    pub(crate) since: Ns,
     pub(crate) facts: EngineFacts,
     pub(crate) registered: bool,
     pub(crate) draining: bool,
@@ -175,10 +176,11 @@ impl Book {
     /// Takes a report as the newest truth, unless a newer one is known. A measurement from the future counts as now.
     pub(crate) fn report(&mut self, worker: usize, reports: &[RankReport], now: Ns) {
         for report in reports {
-            let lies = self.workers[worker].tainted;
+            let (lies, since) = (self.workers[worker].tainted, self.workers[worker].since);
             let Some(rank) = self.workers[worker].ranks.get_mut(usize::from(report.rank)) else { continue };
             let measured = report.measured_at.0.min(now);
-            if rank.report.as_ref().is_some_and(|(old, _)| *old > measured) {
+            // What was measured before the registration was another process.
+            if measured < since || rank.report.as_ref().is_some_and(|(old, _)| *old > measured) {
                 continue;
             }
             rank.report = Some((measured, report.clone()));

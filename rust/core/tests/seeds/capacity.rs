@@ -37,9 +37,14 @@ impl Book {
     pub(crate) fn rows(&self, place: Place) -> Option<(u64, u64)> {
         let facts = &self.workers[place.0].facts;
         let reported = self.rank(place).report.as_ref().and_then(|(_, r)| r.max_running);
-        let running = u64::from(facts.max_running.max(reported)?);
-        let unsaid = if running <= 32 { 2 * running } else { 0 };
-        Some((running, running + facts.extra_slots.map_or(unsaid, u64::from)))
+        let rows = |running: u32| {
+            let running = u64::from(running.max(1));
+            let unsaid = if running <= 32 { 2 * running } else { 0 };
+            (running, running + facts.extra_slots.map_or(unsaid, u64::from))
+        };
+        // Where facts and report differ, the larger of each.
+        let known = [facts.max_running, reported].into_iter().flatten().map(rows);
+        known.reduce(|a, b| (a.0.max(b.0), a.1.max(b.1)))
     }
 
     /// A report that still counts.
@@ -118,7 +123,8 @@ impl Book {
             if worker.role == Role::Decode {
                 let reported =
                     report.map_or(0, |(_, r)| u64::from(r.prealloc.unwrap_or(0)) + u64::from(r.transfer.unwrap_or(0)));
-                let foreign = reported.saturating_sub(open.transfer_at_report);
+                // Transfers are requests too: no more of them than of all.
+                let foreign = reported.saturating_sub(open.transfer_at_report).min(foreign);
                 if open.transfer_now + foreign > 2 * running {
                     let ours = open.transfer_now;
                     return broken("capacity", format!("{at}: {ours} + {foreign} metadata slots of {}", 2 * running));

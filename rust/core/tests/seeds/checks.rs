@@ -206,6 +206,7 @@ impl Book {
             }
         }
         match a.prefill {
+            Some(_) if self.config.window == WindowMode::Unbounded => Ok(()),
             Some(prefill) => self.check_prefill(prefill, attempt, on_the_way, now),
             None => Ok(()),
         }
@@ -241,7 +242,8 @@ impl Book {
             let fits = self.idle_for(head, Role::Regular, now).is_some()
                 || (self.idle_for(head, Role::Prefill, now).is_some()
                     && self.idle_for(head, Role::Decode, now).is_some());
-            if fits && self.arena + head.arena <= self.config.arena_bytes {
+            // One with a prefix may wait a little for the rank that has it.
+            if fits && head.no_prefix && self.arena + head.arena <= self.config.arena_bytes {
                 return broken("idle", format!("{:?} waits although an idle pair holds it", head.ticket));
             }
         }

@@ -149,6 +149,9 @@ pub(crate) fn run<R: Router>(plan: &Plan, traced: bool, make: impl FnOnce(Admiss
         shown: Snapshot::default(),
     };
     let failure = run.whole().err();
+    if failure.is_some() {
+        run.describe();
+    }
     // A run that was cut short still holds permits; they go back to nobody.
     Report { tally: run.tally, failure, trace: run.trace.take().unwrap_or_default() }
 }
@@ -199,6 +202,36 @@ impl<R: Router> Run<'_, R> {
             }
         }
         broken("starved", format!("nothing more happens and {} requests wait", self.book.queued))
+    }
+
+    /// What the router shows when a promise breaks, at the end of the trace.
+    fn describe(&mut self) {
+        if self.trace.is_none() {
+            return;
+        }
+        let s = self.router.snapshot(Moment(self.now));
+        let decisions: Vec<_> = s.decisions.iter().filter(|(_, n)| *n > 0).collect();
+        note!(self, "queued {} arena {} decisions {decisions:?}", s.queued, s.arena_reserved);
+        for w in self.book.waiting.values().flatten().take(6) {
+            let need = (w.prompt, w.max_new, w.arena, w.texts);
+            note!(self, "  {:?} waits: prompt, max_new, arena, texts {need:?} overtaken {}", w.ticket, w.overtaken);
+        }
+        for v in &s.ranks {
+            let load = format!(
+                "open {} transfer {} foreign {} uncached {}",
+                v.open, v.in_transfer, v.foreign, v.uncached_tokens
+            );
+            let free = (v.rows_free, v.metadata_free, v.mamba_free, v.kv_free);
+            let (window, r3) = (v.window, v.r3_bytes);
+            note!(
+                self,
+                "  {}@{} {:?} {load} window {window} free {free:?} r3 {r3} age {:.2}",
+                v.url,
+                v.rank,
+                v.closed,
+                v.report_age
+            );
+        }
     }
 
     /// How long the whole work may take one after the other, and the cool-downs.

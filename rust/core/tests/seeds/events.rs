@@ -19,8 +19,9 @@ fn brief(r: &RankReport) -> String {
     let (running, waiting, transfer) = (n(r.running), n(r.waiting_total), n(r.transfer));
     let (retracted, mamba) = (n(r.retracted), n(r.mamba_free));
     let at = r.measured_at.as_secs_f64();
+    let limits = (r.max_running, r.max_total_tokens);
     format!(
-        "[@{} t {at:.3} run {running} wait {waiting} transfer {transfer} retracted {retracted} mamba {mamba} tokens {tokens}]",
+        "[@{} t {at:.3} run {running} wait {waiting} transfer {transfer} retracted {retracted} mamba {mamba} tokens {tokens} {limits:?}]",
         r.rank
     )
 }
@@ -97,6 +98,7 @@ impl<R: Router> Run<'_, R> {
             id,
             url: planned.url.clone(),
             role: planned.role,
+            since: self.now,
             facts: planned.told.clone(),
             registered: true,
             draining: false,
