@@ -1,4 +1,5 @@
 //! `r3router._core`: registers the binding; each verb lives in a file of its own and holds no logic.
+mod demo;
 mod emulate;
 mod errors;
 mod load;
@@ -25,6 +26,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(simulate::sweep, m)?)?;
     m.add_function(wrap_pyfunction!(emulate::emulate_options, m)?)?;
     m.add_function(wrap_pyfunction!(emulate::emulate, m)?)?;
+    m.add_function(wrap_pyfunction!(demo::demo_options, m)?)?;
+    m.add_function(wrap_pyfunction!(demo::demo, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_load, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_backend, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_relay, m)?)?;
