@@ -105,6 +105,8 @@ pub(crate) struct Waiting {
     pub(crate) since: Ns,
     /// Later requests that were bound before it: of its own key, and of others while it was the head of its key.
     pub(crate) overtaken: u32,
+    /// Requests of any kind that were bound while this waited.
+    pub(crate) passed: u32,
 }
 
 /// Whether a report shows no request and no token.
@@ -239,6 +241,7 @@ impl Book {
             deadline: request.deadline.0,
             since: now,
             overtaken: 0,
+            passed: 0,
         });
     }
 

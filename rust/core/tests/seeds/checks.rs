@@ -160,6 +160,9 @@ impl Book {
 
     /// A new request was bound: whatever came before it was overtaken once more.
     fn count_overtaken(&mut self, bound: &Waiting, class: (bool, u64)) -> Result<(), Violation> {
+        for w in self.waiting.values_mut().flatten() {
+            w.passed += 1;
+        }
         if !class.0 {
             return Ok(());
         }
@@ -235,7 +238,7 @@ impl Book {
         let retries = self.waiting.keys().any(|(new, _)| !*new);
         let heads = || self.waiting.values().filter_map(|q| q.front());
         // The queue may hold for a request that was overtaken often enough.
-        if retries || self.waiting.values().flatten().any(|h| h.overtaken >= self.config.max_overtakes) {
+        if retries || self.waiting.values().flatten().any(|h| h.passed >= self.config.max_overtakes) {
             return Ok(());
         }
         for head in heads() {

@@ -244,7 +244,7 @@ impl<R: Router> Run<'_, R> {
             let text = c.r3.map_or(0, |r| r.prefill_text + r.decode_text);
             u64::from(c.prompt) * SEC / rate + u64::from(c.out) * step + text * SEC / egress + 2 * SEC
         };
-        self.plan.calls.iter().map(each).sum::<Ns>() * 3 + 700 * SEC
+        self.plan.calls.iter().map(each).sum::<Ns>() * 3 + 2000 * SEC
     }
 
     fn step(&mut self, event: Event) -> Result<(), Violation> {
@@ -391,7 +391,10 @@ impl<R: Router> Run<'_, R> {
             self.at(second, Event::ReachPrefill(job));
             self.at(first, Event::ReachDecode(job));
         }
-        self.at(self.now + self.plan.delivery, Event::Deadline(job));
+        // A regular engine that does not stream shows no first token: nothing to wait for.
+        if prefill.is_some() || streams {
+            self.at(self.now + self.plan.delivery, Event::Deadline(job));
+        }
         if let crate::plan::Fate::Vanishes(after) = self.plan.calls[call].fate {
             self.at(self.now + after, Event::Vanish(job));
         }

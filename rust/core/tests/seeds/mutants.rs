@@ -296,6 +296,13 @@ impl Router for Mutant {
                 view.open = view.open.saturating_sub(1);
             }
         }
+        if self.fault == Fault::OneRowMore {
+            // It shows what is true, so that only what it binds gives it away.
+            for view in &mut shown.ranks {
+                view.rows_free = view.rows_free.saturating_sub(3);
+                view.metadata_free = view.metadata_free.saturating_sub(2);
+            }
+        }
         shown.queued = (shown.queued + self.held.len()).saturating_sub(self.kept.len());
         shown.queued_bytes += self.held.values().sum::<u64>();
         shown.queued_bytes = shown.queued_bytes.saturating_sub(self.kept.values().sum());
