@@ -79,6 +79,8 @@ pub struct Row {
     pub peer: Option<&'static str>,
     /// Smallest and largest number, in [`Row::unit`].
     pub range: Option<(f64, f64)>,
+    /// Taken so that a launch command need not change, and without effect; the help says why.
+    pub inert: bool,
     /// Whether a running router can take a new value.
     pub reloadable: bool,
 }
@@ -97,6 +99,7 @@ impl Row {
             default: default.show(),
             peer: None,
             range: None,
+            inert: false,
             reloadable: false,
         }
     }
@@ -113,6 +116,11 @@ impl Row {
 
     pub(super) fn range(mut self, low: f64, high: f64) -> Self {
         self.range = Some((low, high));
+        self
+    }
+
+    pub(super) fn inert(mut self) -> Self {
+        self.inert = true;
         self
     }
 

@@ -7,7 +7,7 @@ use super::declare::{Arity, Row};
 use super::table::rows;
 
 /// A JSON list with one object per setting: name, flag, variable, group, help, unit, arity, metavar, expects, choices, default, peer,
-/// range, reloadable.
+/// range, inert, reloadable.
 pub fn schema() -> Json {
     rows()
         .iter()
@@ -27,6 +27,7 @@ pub fn schema() -> Json {
                 "peer": r.peer,
                 // JSON has no infinity; an open end is null.
                 "range": r.range.map(|(low, high)| json!([low, high.is_finite().then_some(high)])),
+                "inert": r.inert,
                 "reloadable": r.reloadable,
             })
         })

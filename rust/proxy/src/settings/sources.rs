@@ -120,6 +120,11 @@ impl Sources {
         merge.add_env(&self.env);
         merge.add_flags(&self.flags);
         let settings = Settings::take(&mut merge);
+        for row in merge.rows.iter().filter(|r| r.inert) {
+            if let Some((origin, _)) = merge.given.get(row.name) {
+                merge.warnings.push(format!("{origin}: {}", row.help));
+            }
+        }
         let origins: BTreeMap<_, _> = merge.given.into_iter().map(|(name, (origin, _))| (name, origin)).collect();
         if merge.errors.is_empty() {
             checks::contradictions(&settings, &origins, &mut merge.errors, &mut merge.warnings);

@@ -26,8 +26,8 @@ settings! {
         prefill: Vec<PrefillWorker> = Vec::new(); peer("None"),
         /// A decode engine. Repeatable.
         decode: Vec<WorkerUrl> = Vec::new(); peer("None"),
-        /// Taken for compatibility: r3router always routes by data-parallel rank.
-        dp_aware: bool = false; peer("False"),
+        /// Without effect: r3router always routes by data-parallel rank.
+        dp_aware: bool = false; peer("False"); inert(),
         /// How long a named engine may take to come up before the router gives it up.
         worker_startup_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("1800"); range(1.0, DAY),
         /// Pause between looks at an engine that is not up yet.
@@ -36,12 +36,13 @@ settings! {
         worker_api_key: Option<Secret> = None,
     }
     "Routing" => {
-        /// Which rank is preferred. Admission bounds all of them; in PD mode the pair is chosen as one.
+        /// Which rank is preferred among those that have room: `cache_aware` and `prefix_hash` prefer the rank that has the prompt's prefix
+        /// cached, the other names the rank with the most room. Routing keys are kept in order and served fairly under each of them.
         policy: Policy = Policy::CacheAware; peer("cache_aware"),
-        /// Policy of the prefill side, when it differs.
-        prefill_policy: Option<Policy> = None; peer("None"),
-        /// Policy of the decode side, when it differs.
-        decode_policy: Option<Policy> = None; peer("None"),
+        /// Without effect yet: a pair is chosen as one, by --policy.
+        prefill_policy: Option<Policy> = None; peer("None"); inert(),
+        /// Without effect yet: a pair is chosen as one, by --policy.
+        decode_policy: Option<Policy> = None; peer("None"); inert(),
     }
     "Requests" => {
         /// Largest request body.
@@ -104,12 +105,12 @@ settings! {
     "Circuit breaker" => {
         /// Failures in a row that take a worker out of choice.
         cb_failure_threshold: u32 = 10; peer("10"); range(1.0, 1e6),
-        /// Successes in a row that take it back in.
-        cb_success_threshold: u32 = 3; peer("3"); range(1.0, 1e6),
+        /// Without effect: one good attempt takes a worker back in.
+        cb_success_threshold: u32 = 3; peer("3"); range(1.0, 1e6); inert(),
         /// How long a worker stays out before it is tried again.
         cb_timeout_duration_secs: Duration = Duration::from_secs(60); unit(Unit::Secs); peer("60"); range(0.01, DAY),
-        /// Failures older than this are forgotten.
-        cb_window_duration_secs: Duration = Duration::from_secs(120); unit(Unit::Secs); peer("120"); range(0.01, DAY),
+        /// Without effect: failures in a row are counted, however long that takes, and one good attempt ends the row.
+        cb_window_duration_secs: Duration = Duration::from_secs(120); unit(Unit::Secs); peer("120"); range(0.01, DAY); inert(),
         /// No breaker.
         disable_circuit_breaker: bool = false; peer("False"),
     }

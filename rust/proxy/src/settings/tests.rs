@@ -197,6 +197,15 @@ fn no_setting_is_taken_for_a_variable_of_a_tool() {
 }
 
 #[test]
+fn a_setting_without_effect_says_so_when_it_is_written() {
+    let loaded = Sources::default().flag("decode_policy", "random").flag("policy", "random").load().unwrap();
+    assert_eq!(loaded.warnings, ["--decode-policy: Without effect yet: a pair is chosen as one, by --policy."]);
+    for row in rows() {
+        assert_eq!(row.inert, row.help.starts_with("Without effect"), "{}", row.name);
+    }
+}
+
+#[test]
 fn keys_are_never_shown() {
     let loaded = Sources::default().flag("api_key", "s3cret").load().unwrap();
     assert_eq!(loaded.settings.api_key.as_ref().unwrap().reveal(), "s3cret");
