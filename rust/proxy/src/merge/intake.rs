@@ -7,7 +7,8 @@ use r3router_core::r3::decode::{Decoder, NotBase64};
 use r3router_core::r3::descriptor::{Descriptor, MAX_LEN, TEXT_PREFIX};
 use r3router_core::r3::{Dtype, Extract, Name, Piece, Wanted};
 
-use crate::store::{Arena, Rows};
+use super::text::{Fault, Text};
+use crate::store::{Arena, Charge, Rows};
 
 /// A payload that has ended.
 #[derive(Debug)]
@@ -24,12 +25,15 @@ pub(super) struct Payload {
     pub(super) held: Held,
     /// Bytes at its end that are no whole number.
     pub(super) tail: Vec<u8>,
+    /// How its numbers are to be read.
+    pub(super) wire: Dtype,
 }
 
 impl Payload {
     /// Reads the numbers as `declared`, what the reply says they are (int32 when it does not say); it may say so behind them.
     pub(super) fn settle(&mut self, declared: Option<Dtype>) -> Result<(), Error> {
         let declared = declared.unwrap_or(Dtype::I32);
+        self.wire = declared;
         let Held::Rows(rows) = &mut self.held else { return Ok(()) };
         if rows.wire() == declared {
             return Ok(());
@@ -46,6 +50,8 @@ impl Payload {
 #[derive(Debug)]
 pub(super) enum Held {
     Rows(Arc<Rows>),
+    /// The text as it came.
+    Text(Arc<Text>),
     /// It was a descriptor: the rows are somewhere else.
     Elsewhere(Descriptor),
 }
@@ -84,18 +90,6 @@ struct Sink {
     begin: Begin,
 }
 
-/// Either a fault of the text or of the arena.
-enum Fault {
-    Text(NotBase64),
-    Arena(Error),
-}
-
-impl From<NotBase64> for Fault {
-    fn from(e: NotBase64) -> Self {
-        Self::Text(e)
-    }
-}
-
 impl Sink {
     fn push(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         self.came += bytes.len() as u64;
@@ -129,8 +123,9 @@ impl Sink {
 #[derive(Debug)]
 enum Current {
     /// The first bytes of its text, until it is known what it is.
-    Head(Vec<u8>, Begin),
+    Head(Vec<u8>, Begin, Option<Charge>),
     Rows(Decoder, Sink),
+    Text(Vec<Bytes>, Charge),
     Descriptor(Vec<u8>),
 }
 
@@ -156,8 +151,6 @@ pub(super) struct Intake {
     current: Option<(Name, usize, u64, Current)>,
     /// Bytes of the reply so far.
     pub(super) bytes: u64,
-    /// Text bytes of payloads so far.
-    pub(super) payload_text: u64,
 }
 
 impl Intake {
@@ -172,7 +165,6 @@ impl Intake {
             payloads: Vec::new(),
             current: None,
             bytes: 0,
-            payload_text: 0,
         }
     }
 
@@ -186,18 +178,17 @@ impl Intake {
         self.extract.complete()
     }
 
-    /// Takes in as much of `input` as it can.
-    pub(super) fn feed(&mut self, input: &mut &[u8]) -> Result<Fed, Error> {
+    /// Takes in as much of `input`, a part of `chunk`, as it can.
+    pub(super) fn feed(&mut self, chunk: &Bytes, input: &mut &[u8]) -> Result<Fed, Error> {
         let before = input.len();
-        loop {
-            let Some(piece) = self.extract.step(input) else { break };
+        while let Some(piece) = self.extract.step(input) {
             match piece {
                 Piece::Text(text) => self.text.extend_from_slice(text),
                 Piece::Open(name) => {
                     self.bytes += (before - input.len()) as u64;
                     return Ok(Fed::Opened(name));
                 }
-                Piece::Payload(text) => self.payload(text)?,
+                Piece::Payload(text) => self.payload(chunk, text)?,
                 Piece::Close => self.close()?,
             }
         }
@@ -205,9 +196,9 @@ impl Intake {
         Ok(Fed::All)
     }
 
-    /// Says how the payload that has just started is to be read.
-    pub(super) fn begin(&mut self, name: Name, begin: Begin) {
-        self.current = Some((name, self.text.len(), 0, Current::Head(Vec::new(), begin)));
+    /// Says how the payload that has just started is to be read. With a charge its text is held as it comes.
+    pub(super) fn begin(&mut self, name: Name, begin: Begin, text: Option<Charge>) {
+        self.current = Some((name, self.text.len(), 0, Current::Head(Vec::new(), begin, text)));
     }
 
     fn fault(&self, e: Error) -> Error {
@@ -220,21 +211,22 @@ impl Intake {
         self.fault(e)
     }
 
-    fn payload(&mut self, mut text: &[u8]) -> Result<(), Error> {
-        self.payload_text += text.len() as u64;
+    fn payload(&mut self, chunk: &Bytes, mut text: &[u8]) -> Result<(), Error> {
         let Some((name, _, seen, current)) = &mut self.current else { return Ok(()) };
         let name = *name;
         *seen += text.len() as u64;
-        if let Current::Head(head, begin) = current {
+        if let Current::Head(head, begin, charge) = current {
             let take = (TEXT_PREFIX.len() - head.len()).min(text.len());
             head.extend_from_slice(&text[..take]);
             text = &text[take..];
             if head.len() < TEXT_PREFIX.len() {
                 return Ok(());
             }
-            let (head, begin) = (std::mem::take(head), *begin);
+            let (head, begin, charge) = (std::mem::take(head), *begin, charge.take());
             if head == TEXT_PREFIX {
                 *current = Current::Descriptor(head);
+            } else if let Some(charge) = charge {
+                *current = Current::Text(vec![Bytes::from(head)], charge);
             } else {
                 *current = start(&self.arena, begin);
                 self.rows(name, &head)?;
@@ -251,6 +243,12 @@ impl Intake {
                 Ok(())
             }
             Some((_, _, _, Current::Rows(..))) => self.rows(name, text),
+            Some((_, _, _, Current::Text(chunks, _))) => {
+                if !text.is_empty() {
+                    chunks.push(chunk.slice_ref(text));
+                }
+                Ok(())
+            }
             _ => Ok(()),
         }
     }
@@ -265,7 +263,7 @@ impl Intake {
     }
 
     fn close(&mut self) -> Result<(), Error> {
-        if let Some((name, _, _, Current::Head(head, begin))) = &mut self.current {
+        if let Some((name, _, _, Current::Head(head, begin, _))) = &mut self.current {
             // Shorter than any descriptor.
             let (name, head, begin) = (*name, std::mem::take(head), *begin);
             if let Some((_, _, _, current)) = &mut self.current {
@@ -281,6 +279,10 @@ impl Intake {
                 tail.extend_from_slice(&sink.carry[..sink.carried]);
                 (decoder.bytes(), sink.begin.skip + sink.given_up, Held::Rows(Arc::new(sink.rows)))
             }
+            Current::Text(chunks, charge) => {
+                let text = Text::new(chunks, charge).map_err(|NotBase64(at)| self.not_base64(name, at))?;
+                (text.bytes(), 0, Held::Text(Arc::new(text)))
+            }
             Current::Descriptor(text) => {
                 let bytes = base64_simd::STANDARD.decode_to_vec(&text).map_err(|_| self.not_base64(name, 0))?;
                 let mut descriptor = Descriptor::decode(&bytes).map_err(|mut e| {
@@ -293,7 +295,11 @@ impl Intake {
             }
             Current::Head(..) => return Ok(()),
         };
-        self.payloads.push(Payload { name, at, text, len, from, held, tail });
+        let wire = match &held {
+            Held::Rows(rows) => rows.wire(),
+            _ => Dtype::I32,
+        };
+        self.payloads.push(Payload { name, at, text, len, from, held, tail, wire });
         Ok(())
     }
 

@@ -117,11 +117,11 @@ where
         .await?;
         let Some(chunk) = chunk else { break };
         let mut input = &chunk[..];
-        while let Fed::Opened(name) = intake.feed(&mut input)? {
+        while let Fed::Opened(name) = intake.feed(&chunk, &mut input)? {
             // Prefill's rows show how wide a row is, and so how far decode's junk goes.
             poll_fn(|cx| prefill.poll(cx)).await;
             let how = begin_payload(plan, &intake, 0, name, prefill.part());
-            intake.begin(name, how);
+            intake.begin(name, how, None);
         }
     }
     let text = intake.take_text();
@@ -141,6 +141,6 @@ where
     let mut account = Account::default();
     let reply = Reply { text: &text, outline: &outline, payloads: &intake.payloads };
     let context = weave::Context { whole: true, ..weave::Context::default() };
-    let rope = weave(plan, &reply, prefill.part(), context, &mut account)?;
+    let rope = weave(plan, &reply, prefill.part(), context, &mut account, arena)?;
     Ok(Merged::new(rope, account))
 }

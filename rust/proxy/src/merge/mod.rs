@@ -11,6 +11,7 @@ mod reference;
 mod resolve;
 mod rope;
 mod stream;
+mod text;
 mod weave;
 
 use std::future::Future;
@@ -186,7 +187,7 @@ where
     B::Error: std::fmt::Display,
     F: Future<Output = Result<PrefillPart, Error>>,
 {
-    stream::merge(body, prefill, plan, &arena)
+    stream::merge(body, prefill, plan, arena)
 }
 
 /// See [`JoinedStream`]. `streams` are in the order of the sub-requests.

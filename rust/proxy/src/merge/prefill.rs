@@ -5,10 +5,10 @@ use r3router_core::error::{Error, Kind, Source};
 use r3router_core::r3::outline::Outline;
 use r3router_core::r3::{Name, Wanted};
 
-use super::Plan;
 use super::intake::{Begin, Fed, Intake, Payload};
 use super::place::{Place, payload};
 use super::read::next;
+use super::{Hold, Plan};
 
 /// What prefill's reply gives to the merge. Dropping it gives its arena bytes back.
 #[derive(Debug, Default)]
@@ -19,8 +19,6 @@ pub struct PrefillPart {
     pub cached_tokens: Option<u32>,
     /// Bytes of the reply.
     pub bytes: u64,
-    /// Text bytes of its payloads.
-    pub(super) payload_text: u64,
     pub(super) text: Bytes,
     pub(super) outline: Outline,
     pub(super) payloads: Vec<Payload>,
@@ -53,11 +51,13 @@ where
     let mut intake = Intake::new(plan.wanted(), Source::Prefill, plan.prefill.clone(), arena);
     while let Some(chunk) = next(&mut body, Source::Prefill, plan).await? {
         let mut input = &chunk[..];
-        while let Fed::Opened(name) = intake.feed(&mut input)? {
+        while let Fed::Opened(name) = intake.feed(&chunk, &mut input)? {
             // What is left of the reply bounds the numbers: four text bytes are three bytes, four bytes are a number.
             let left = content_length.map_or(0, |len| len.saturating_sub(intake.bytes));
             let hint = usize::try_from(left / 4 * 3 / 4).unwrap_or(0);
-            intake.begin(name, Begin { hint, ..Begin::default() });
+            // A text that does not fit is decoded after all.
+            let text = (plan.hold == Hold::Text && left > 0).then(|| arena.charge(left).ok()).flatten();
+            intake.begin(name, Begin { hint, ..Begin::default() }, text);
         }
     }
     finish(intake, plan)
@@ -76,7 +76,6 @@ fn finish(mut intake: Intake, plan: &Plan) -> Result<PrefillPart, Error> {
         prompt_tokens: first.and_then(r3router_core::r3::outline::Element::prompt_tokens),
         cached_tokens: cached,
         bytes: intake.bytes,
-        payload_text: intake.payload_text,
         text,
         outline,
         payloads: intake.payloads,

@@ -2,15 +2,17 @@
 use std::sync::Arc;
 
 use r3router_core::error::{Error, Kind, Source};
+use r3router_core::r3::Name;
+use r3router_core::r3::decode::NotBase64;
 use r3router_core::r3::descriptor::Descriptor;
 use r3router_core::r3::rows::{Cut, Legs, cut, widths};
-use r3router_core::r3::{Dtype, Name};
 
 use super::Plan;
 use super::intake::{Begin, Held, Payload};
 use super::reference::envelope;
 use super::rope::{Range, Spliced};
-use crate::store::Rows;
+use super::text::{Fault, TextCut};
+use crate::store::{Arena, Rows};
 
 /// What is known about the sequence that a payload belongs to.
 #[derive(Clone, Copy, Debug, Default)]
@@ -54,10 +56,7 @@ pub(super) fn begin(plan: &Plan, name: Name, prefill: Option<&Payload>, seen: Se
     let (Some(prefill), Some(prompt)) = (prefill, seen.prompt) else {
         return Begin { discard: true, ..Begin::default() };
     };
-    let wire = match &prefill.held {
-        Held::Rows(rows) => rows.wire(),
-        Held::Elsewhere(_) => Dtype::I32,
-    };
+    let wire = prefill.wire;
     let item = wire.size() as u64;
     let mut rows = widths(prompt, start, prefill.len, item, hint(plan, name)).into_iter().flatten();
     let Some(first) = rows.next() else { return Begin { wire, ..Begin::default() } };
@@ -81,6 +80,7 @@ pub(super) fn resolve(
     prefill: Option<&Payload>,
     decode: Option<&Payload>,
     seq: Sequence,
+    arena: &Arena,
 ) -> Result<Outcome, Error> {
     let (start, decode_start) = starts(plan, name);
     if seq.aborted {
@@ -120,31 +120,32 @@ pub(super) fn resolve(
         row_items: hint(plan, name),
     };
     match (&prefill.held, decode.map(|d| &d.held)) {
-        (Held::Rows(p), d) => {
+        (Held::Rows(_) | Held::Text(_), d) => {
             let d = match d {
                 None => None,
                 Some(Held::Rows(rows)) => Some(rows),
-                Some(Held::Elsewhere(_)) => return Err(apart(plan, name)),
+                Some(Held::Elsewhere(_) | Held::Text(_)) => return Err(apart(plan, name)),
             };
             if let Some(d) = d
-                && d.wire() != p.wire()
+                && d.wire() != prefill.wire
                 && d.items() > 0
-                && p.items() > 0
+                && prefill.len > 0
             {
-                let message = format!("prefill sent {} as {}, decode as {}", name.key(), p.wire().name(), d.wire().name());
+                let (one, other) = (prefill.wire.name(), d.wire().name());
+                let message = format!("prefill sent {} as {one}, decode as {other}", name.key());
                 return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message))
                     .advise("run one engine version and one routed_experts_dtype on both sides"));
             }
-            let item = d.filter(|_| p.items() == 0).unwrap_or(p).wire().size();
+            let item = d.filter(|_| prefill.len == 0).map_or(prefill.wire, |d| d.wire()).size();
             let cut = cut(&legs(item)).map_err(|e| at(plan, e))?;
-            rows(plan, prefill.from, p, decode.zip(d), &cut, item)
+            rows(plan, arena, prefill, decode.zip(d), &cut, item)
         }
         (Held::Elsewhere(p), d) => {
             let d = match d {
                 Some(Held::Elsewhere(d)) => Some(d),
                 Some(Held::Rows(rows)) if rows.items() == 0 && decode.is_none_or(|d| d.len == 0) => None,
                 None => None,
-                Some(Held::Rows(_)) => return Err(apart(plan, name)),
+                Some(Held::Rows(_) | Held::Text(_)) => return Err(apart(plan, name)),
             };
             if !plan.by_ref {
                 return Err(Error::new(
@@ -161,19 +162,30 @@ pub(super) fn resolve(
 
 fn rows(
     plan: &Plan,
-    prefill_from: u64,
-    prefill: &Arc<Rows>,
+    arena: &Arena,
+    prefill: &Payload,
     decode: Option<(&Payload, &Arc<Rows>)>,
     cut: &Cut,
     item: usize,
 ) -> Result<Outcome, Error> {
-    let item = item as u64;
+    let (wire, item) = (prefill.wire, item as u64);
     let per_row = cut.row / item;
     let mut spliced = Spliced::default();
     if cut.prefill_rows > 0 {
-        debug_assert_eq!(prefill_from, 0);
-        let range = Range { rows: prefill.clone(), from: cut.prefill_skip * per_row, items: cut.prefill_rows * per_row };
-        spliced.ranges.push(range);
+        let (from, until) = (cut.prefill_skip * cut.row, (cut.prefill_skip + cut.prefill_rows) * cut.row);
+        let whole = |rows: Arc<Rows>| Range { rows, from: from / item, items: (until - from) / item };
+        match &prefill.held {
+            Held::Rows(rows) => spliced.ranges.push(whole(rows.clone())),
+            Held::Text(text) => match TextCut::new(text, from, until).map_err(|e| fault(plan, prefill.name, e.into()))? {
+                Some(cut) => spliced.head = Some(cut),
+                // What is taken does not begin where a quantum does: it has to be encoded anew.
+                None => {
+                    let rows = text.decode(arena, wire).map_err(|e| fault(plan, prefill.name, e))?;
+                    spliced.ranges.push(whole(Arc::new(rows)));
+                }
+            },
+            Held::Elsewhere(_) => {}
+        }
     }
     if let Some((payload, rows)) = decode
         && cut.decode_rows > 0
@@ -191,6 +203,18 @@ fn rows(
         }
     }
     Ok(Outcome::Rows(spliced, u32::try_from(per_row).unwrap_or(0)))
+}
+
+fn fault(plan: &Plan, name: Name, fault: Fault) -> Error {
+    match fault {
+        Fault::Arena(e) => e,
+        Fault::Text(NotBase64(near)) => {
+            let message = format!("{} is not base64, near byte {near} of it", name.key());
+            let mut e = Error::new(Kind::R3Mismatch, Source::Prefill, message);
+            e.measured = Some(near as f64);
+            at(plan, e)
+        }
+    }
 }
 
 fn reference(

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use r3router_core::r3::decode::{TILE, text_len};
 
+use super::text::TextCut;
 use crate::store::{Reader, Rows};
 
 /// Numbers `[from, from + items)` of some rows.
@@ -17,12 +18,15 @@ pub(super) struct Range {
 /// A merged payload: prefill's rows, then decode's, as one base64 text.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Spliced {
+    /// What goes first, as text.
+    pub(super) head: Option<TextCut>,
     pub(super) ranges: Vec<Range>,
 }
 
 impl Spliced {
     fn bytes(&self) -> u64 {
-        self.ranges.iter().map(|r| r.items * r.rows.wire().size() as u64).sum()
+        let head = self.head.as_ref().map_or(0, |h| h.chars / 4 * 3 + h.tail.len() as u64);
+        head + self.ranges.iter().map(|r| r.items * r.rows.wire().size() as u64).sum::<u64>()
     }
 
     /// Length of its text.
@@ -81,9 +85,13 @@ pub(super) struct Unwind {
     at: usize,
     holes: std::vec::IntoIter<(usize, Spliced)>,
     next: Option<(usize, Spliced)>,
+    /// Text of the payload that is going out.
+    head: std::vec::IntoIter<Bytes>,
     readers: std::vec::IntoIter<Reader>,
     reader: Option<Reader>,
     tile: Vec<u8>,
+    /// Bytes at the beginning of `tile` that are still to be encoded.
+    carried: usize,
     left: u64,
 }
 
@@ -103,7 +111,7 @@ impl Unwind {
     /// The next chunk, not empty.
     pub(super) fn chunk(&mut self) -> Option<Bytes> {
         loop {
-            if let Some(text) = self.encode() {
+            if let Some(text) = self.head.next().or_else(|| self.encode()) {
                 self.left -= text.len() as u64;
                 return Some(text);
             }
@@ -119,14 +127,18 @@ impl Unwind {
             let readers = payload.ranges.into_iter().map(|r| Reader::new(r.rows, r.from, r.items));
             self.readers = readers.collect::<Vec<_>>().into_iter();
             self.reader = self.readers.next();
+            self.tile.resize(TILE, 0);
+            if let Some(head) = payload.head {
+                self.carried = head.tail.len();
+                self.tile[..self.carried].copy_from_slice(&head.tail);
+                self.head = head.chunks.into_iter();
+            }
         }
     }
 
     /// One tile of the payload that is being encoded. Every tile but the last is a multiple of three bytes.
     fn encode(&mut self) -> Option<Bytes> {
-        self.reader.as_ref()?;
-        self.tile.resize(TILE, 0);
-        let mut have = 0;
+        let mut have = std::mem::take(&mut self.carried);
         while let Some(reader) = &mut self.reader {
             have += reader.fill(&mut self.tile[have..]);
             if reader.left() > 0 {
@@ -137,6 +149,10 @@ impl Unwind {
         if have == 0 {
             return None;
         }
-        Some(Bytes::from(base64_simd::STANDARD.encode_to_string(&self.tile[..have]).into_bytes()))
+        let now = if self.reader.is_some() { have / 3 * 3 } else { have };
+        let text = base64_simd::STANDARD.encode_to_string(&self.tile[..now]);
+        self.tile.copy_within(now..have, 0);
+        self.carried = have - now;
+        Some(Bytes::from(text.into_bytes()))
     }
 }

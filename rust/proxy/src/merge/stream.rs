@@ -45,6 +45,7 @@ pub struct MergedStream<B, F> {
     body: B,
     prefill: Waiting<F>,
     plan: Plan,
+    arena: Arena,
     splitter: Splitter,
     intake: Intake,
     /// Where the JSON of the event that is coming in starts and, after its line, ends.
@@ -79,7 +80,7 @@ impl<B, F> MergedStream<B, F> {
 }
 
 /// See [`super::merge_sse`].
-pub(super) fn merge<B, F>(body: B, prefill: F, plan: Plan, arena: &Arena) -> MergedStream<B, F>
+pub(super) fn merge<B, F>(body: B, prefill: F, plan: Plan, arena: Arena) -> MergedStream<B, F>
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::fmt::Display,
@@ -89,7 +90,8 @@ where
         body,
         prefill: Waiting::Pending(Box::pin(prefill)),
         splitter: Splitter::default(),
-        intake: Intake::new(plan.wanted(), Source::Decode, plan.decode.clone(), arena),
+        intake: Intake::new(plan.wanted(), Source::Decode, plan.decode.clone(), &arena),
+        arena,
         json: None,
         input: Bytes::new(),
         opened: None,
@@ -146,7 +148,7 @@ where
                         self.json = Some((self.intake.text.len(), 0));
                     }
                     let before = data;
-                    let opened = self.intake.feed(&mut data)?;
+                    let opened = self.intake.feed(&chunk, &mut data)?;
                     if let Some(json) = &mut self.json {
                         json.1 = self.intake.text.len();
                     }
@@ -264,7 +266,7 @@ where
         {
             return Err(e.clone());
         }
-        let merged = weave(&self.plan, &reply, prefill, context, account)?;
+        let merged = weave(&self.plan, &reply, prefill, context, account, &self.arena)?;
         self.echoed |= outline.elements.iter().any(|e| e.choices.iter().any(|c| !c.logprobs.is_empty()));
         let whole = Rope { text: event.text.clone(), holes: Vec::new() };
         let mut out = Weaver::default();
@@ -364,7 +366,7 @@ where
             ready!(prefill);
             let from = self.json.map_or(0, |(start, _)| start);
             let begin = begin_payload(&self.plan, &self.intake, from, name, self.prefill.part());
-            self.intake.begin(name, begin);
+            self.intake.begin(name, begin, None);
             self.opened = None;
         }
         if let Some(event) = self.waiting.take() {

@@ -10,6 +10,7 @@ use super::prefill::PrefillPart;
 use super::resolve::{Outcome, Sequence, resolve};
 use super::rope::{Rope, Spliced, Weaver};
 use super::{Account, Plan};
+use crate::store::Arena;
 
 /// A change of decode's text: `[cut.start, cut.end)` goes, `put` comes.
 struct Edit {
@@ -49,6 +50,7 @@ pub(super) fn weave(
     prefill: Option<&PrefillPart>,
     context: Context,
     account: &mut Account,
+    arena: &Arena,
 ) -> Result<Rope, Error> {
     let mut edits = Vec::new();
     for (i, e) in reply.outline.elements.iter().enumerate() {
@@ -66,7 +68,7 @@ pub(super) fn weave(
                 Name::IndexerTopk => plan.indexer_topk,
             };
             if wanted {
-                payloads(plan, reply, i, name, prefill, context, &mut edits, account)?;
+                payloads(plan, reply, i, name, prefill, context, &mut edits, account, arena)?;
             }
         }
     }
@@ -100,6 +102,7 @@ fn payloads(
     context: Context,
     edits: &mut Vec<Edit>,
     account: &mut Account,
+    arena: &Arena,
 ) -> Result<(), Error> {
     let e = &reply.outline.elements[i];
     let mut places: Vec<Place> =
@@ -124,7 +127,7 @@ fn payloads(
         let prefill = prefill.and_then(|p| p.payload(i, place, name));
         account.r3_prefill += prefill.map_or(0, |p| p.text);
         account.r3_decode += decode.map_or(0, |p| p.text);
-        match resolve(plan, name, prefill, decode, seq)? {
+        match resolve(plan, name, prefill, decode, seq, arena)? {
             Outcome::Untouched => {}
             Outcome::Absent => edits.extend(member.zip(meta).map(|(m, meta)| remove(reply.text, m, meta))),
             Outcome::Rows(spliced, items) => {

@@ -101,6 +101,15 @@ pub struct Charge {
     bytes: u64,
 }
 
+impl Charge {
+    /// Gives back all but `bytes`.
+    pub fn shrink(&mut self, bytes: u64) {
+        let less = self.bytes.saturating_sub(bytes);
+        self.bytes -= less;
+        self.arena.inner.used.fetch_sub(less, Ordering::Relaxed);
+    }
+}
+
 impl Drop for Charge {
     fn drop(&mut self) {
         self.arena.inner.used.fetch_sub(self.bytes, Ordering::Relaxed);
@@ -129,6 +138,10 @@ mod tests {
         assert_eq!((e.kind, e.limit, e.measured, e.retryable), (Kind::R3ArenaTooSmall, Some(1e4), Some(14_096.0), true));
         drop(one);
         assert_eq!(arena.used(), 5904);
+        let mut two = two;
+        two.shrink(5000);
+        two.shrink(6000);
+        assert_eq!(arena.used(), 5000);
         drop(two);
         assert_eq!((arena.used(), arena.peak()), (0, 10_000));
         assert!(!arena.charge(10_001).unwrap_err().retryable);

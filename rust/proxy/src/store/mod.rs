@@ -2,5 +2,5 @@
 mod arena;
 mod rows;
 
-pub use arena::Arena;
+pub use arena::{Arena, Charge};
 pub use rows::{Reader, Rows};

@@ -2,7 +2,7 @@
 use r3router_core::error::{Kind, Source};
 use r3router_core::r3::Dtype;
 use r3router_core::r3::descriptor::Descriptor;
-use r3router_proxy::merge::Plan;
+use r3router_proxy::merge::{Hold, Plan};
 use r3router_proxy::store::Arena;
 
 use crate::kit::{Case, Place, base64, merge, prefill_part, rows};
@@ -10,8 +10,11 @@ use crate::kit::{Case, Place, base64, merge, prefill_part, rows};
 const PLACES: [Place; 4] = [Place::Meta, Place::ChatExt, Place::ChatMeta, Place::Completions];
 
 async fn exact(case: &Case, chunk: usize) {
-    let done = merge(&case.prefill(), &case.decode(), &case.plan(), chunk).await.unwrap();
-    assert_eq!(done.text(), case.merged());
+    for hold in [Hold::Narrow, Hold::Text] {
+        let plan = Plan { hold, ..case.plan() };
+        let done = merge(&case.prefill(), &case.decode(), &plan, chunk).await.unwrap();
+        assert_eq!(done.text(), case.merged(), "{hold:?}");
+    }
 }
 
 #[tokio::test]
@@ -22,9 +25,11 @@ async fn no_junk_row_of_decode_ever_leaves() {
                 for start in [0, 2, 5] {
                     for (decode_start, obeys) in [(start, true), (5, true), (5, false), (start, false)] {
                         let case = Case { output, row, start, decode_start, obeys, ..Case::new(place) };
-                        let known = Plan { row_items: Some(row as u32), ..case.plan() };
-                        let done = merge(&case.prefill(), &case.decode(), &known, 7).await.unwrap();
-                        assert_eq!(done.text(), case.merged());
+                        for hold in [Hold::Narrow, Hold::Text] {
+                            let known = Plan { row_items: Some(row as u32), hold, ..case.plan() };
+                            let done = merge(&case.prefill(), &case.decode(), &known, 7).await.unwrap();
+                            assert_eq!(done.text(), case.merged(), "{hold:?}");
+                        }
                         // Without the width, small counts that can be read two ways are refused; junk is not an answer.
                         match merge(&case.prefill(), &case.decode(), &case.plan(), usize::MAX).await {
                             Ok(done) => assert_eq!(done.text(), case.merged()),
@@ -121,6 +126,22 @@ async fn rows_are_held_narrow_and_junk_is_not_held_at_all() {
 }
 
 #[tokio::test]
+async fn text_is_held_as_it_came_when_it_fits_and_narrow_when_not() {
+    let case = Case { row: 5, prompt: 4001, output: 7, ..Case::new(Place::Meta) };
+    let plan = Plan { hold: Hold::Text, ..case.plan() };
+    let text = case.prefill_payload().len() as u64;
+    for (cap, held) in [(2 * text, text), (text / 2, 20_000)] {
+        let arena = Arena::new(cap);
+        let part = prefill_part(&case.prefill(), &plan, &arena, 1000).await.unwrap();
+        assert!((held..held + 4096).contains(&arena.used()), "{} held of {cap}", arena.used());
+        let body = crate::kit::Chunks::of(case.decode().as_bytes(), 1000);
+        let merged = r3router_proxy::merge::merge_json(body, None, async { Ok(part) }, &plan, &arena).await.unwrap();
+        assert!(crate::kit::all(merged).await == case.merged().into_bytes());
+        assert_eq!(arena.used(), 0);
+    }
+}
+
+#[tokio::test]
 async fn what_does_not_fit_is_an_error_with_counts_and_worker() {
     let named = |case: &Case| Plan { prefill: "http://p:1@2".into(), decode: "http://d:1@3".into(), ..case.plan() };
     for place in PLACES {
@@ -147,6 +168,9 @@ async fn what_does_not_fit_is_an_error_with_counts_and_worker() {
         for broken in ["\"AA\\/A\"", "\"AAA\"", "\"AAAA=AAA\"", "\"\\u0041AAA\""] {
             let e = merge(&case.reply(1, Some(broken), "p"), &case.decode(), &named(&case), 3).await.err().unwrap();
             assert_eq!((e.kind, e.source), (Kind::R3Mismatch, Source::Prefill), "{broken}");
+            let plan = Plan { hold: Hold::Text, ..named(&case) };
+            let e = merge(&case.reply(1, Some(broken), "p"), &case.decode(), &plan, 3).await.err().unwrap();
+            assert_eq!((e.kind, e.source), (Kind::R3Mismatch, Source::Prefill), "{broken} as text");
         }
         let cut = case.decode();
         for end in [cut.len() - 1, cut.len() / 2, 1] {

@@ -3,4 +3,5 @@
 mod join;
 mod json;
 mod kit;
+mod random;
 mod sse;
