@@ -7,6 +7,7 @@ use http::{HeaderMap, HeaderValue, Response, StatusCode, Uri, header};
 use r3router_core::error::{Error, Kind, Source};
 use r3router_core::wire::{Route, scan};
 
+use crate::aborted;
 use crate::app::App;
 use crate::attempts::{Answer, Mode, Ready, Refusal, serve};
 use crate::body::ReplyBody;
@@ -72,8 +73,15 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
     if shared.facts.subs() == 1 && !shared.facts.listed || whole {
         let sub = Sub::start(app, shared.facts.rid(0));
         let mode = Mode { index: 0, whole, joined: false };
-        let answer = serve(&shared, sub, mode, count).await?;
-        return Ok(answered(answer, count));
+        let id = sub.client_rid.clone();
+        return match serve(&shared, sub, mode, count).await {
+            Ok(answer) => Ok(answered(answer, count)),
+            Err(refusal) if refusal.error.kind == Kind::Aborted && !whole => {
+                count.outcome(ClientOutcome::Aborted, 200);
+                Ok(aborted::reply(&shared, id.as_deref().unwrap_or(""), refusal.kept.as_ref()))
+            }
+            Err(refusal) => Err(refusal),
+        };
     }
     fanout::serve_all(&shared, count).await
 }
@@ -114,19 +122,16 @@ fn refuse(refusal: &Refusal, count: &Count) -> Reply {
     error_reply(error)
 }
 
-/// A 4xx, and a reply that an engine ended as an abort, reach the client as the engine wrote them.
+/// A 4xx reaches the client as the engine wrote it.
 fn as_the_engine_wrote(error: &Error, kept: &Kept) -> Option<Reply> {
-    if error.kind == Kind::EngineFailed {
+    if error.kind != Kind::EngineRejected {
         return None;
     }
     let mut reply = Response::new(ReplyBody::from(kept.body.clone()));
     *reply.status_mut() = kept.status;
     let json = HeaderValue::from_static("application/json");
     reply.headers_mut().insert(header::CONTENT_TYPE, kept.content_type.clone().unwrap_or(json));
-    let code = HeaderValue::from_static(error.kind.code());
-    if !kept.status.is_success() {
-        reply.headers_mut().insert(crate::errors::ERROR_CODE, code);
-    }
+    reply.headers_mut().insert(crate::errors::ERROR_CODE, HeaderValue::from_static(error.kind.code()));
     Some(reply)
 }
 

@@ -1,5 +1,6 @@
 //! The data plane of r3router: hyper and tokio around `r3router_core`. The policy is the core's; what stands here moves bytes.
 pub mod abort;
+pub mod aborted;
 pub mod address;
 pub mod admit;
 pub mod app;
