@@ -79,7 +79,7 @@ async def test_every_way_to_end_is_counted_once(lab: Lab) -> None:
     queued = await client.connect()
     await queued.post("/generate", encode(GENERATE))
     for _ in range(100):
-        if (await router.metrics()).sum("r3router_queue_requests") == 1:
+        if (await router.metrics()).sum("r3router_queued_requests") == 1:
             break
         await asyncio.sleep(0.02)
     shed = await client.generate(**GENERATE)
@@ -101,12 +101,12 @@ async def test_admission_shows_every_rank_and_every_reason(lab: Lab) -> None:
     calls = [asyncio.create_task(client.generate(**GENERATE)) for _ in range(12)]
     await until(lambda: fleet.d.open_legs >= 3, "some are in transfer")
     metrics = await router.metrics()
-    held = metrics.sum("r3router_queue_requests")
-    moving = metrics.sum("r3router_rank_transfers", role="decode")
+    held = metrics.sum("r3router_queued_requests")
+    moving = metrics.sum("r3router_rank_in_transfer", role="decode")
     assert moving >= 1
     assert held >= 1
     for name in (
-        "r3router_rank_transfers",
+        "r3router_rank_in_transfer",
         "r3router_rank_open",
         "r3router_rank_window",
         "r3router_rank_rate",
@@ -120,9 +120,9 @@ async def test_admission_shows_every_rank_and_every_reason(lab: Lab) -> None:
         assert ranks == {"0", "1", "2"}, f"{name}: {ranks}"
     await asyncio.gather(*calls)
     metrics = await router.metrics()
-    assert metrics.sum("r3router_admission_decisions_total", reason="bound") == 12
-    assert metrics.sum("r3router_admission_decisions_total") > 12, "nothing says why requests were held"
-    assert metrics.types["r3router_admission_decisions_total"] == "counter"
+    assert metrics.sum("r3router_decisions_total", reason="bound") == 12
+    assert metrics.sum("r3router_decisions_total") > 12, "nothing says why requests were held"
+    assert metrics.types["r3router_decisions_total"] == "counter"
 
 
 async def test_series_of_a_worker_go_with_it_and_no_text_of_clients_is_a_label(lab: Lab) -> None:
@@ -164,6 +164,6 @@ async def test_legs_are_booked_on_the_worker_that_did_it(lab: Lab) -> None:
     await client.generate(**GENERATE)
     await fleet.quiet()
     metrics = await router.metrics()
-    assert metrics.sum("r3router_worker_legs_total", worker=fleet.d.url, result="server") == 1
-    assert metrics.sum("r3router_worker_legs_total", worker=fleet.p.url, result="server") == 0
-    assert metrics.sum("r3router_worker_legs_total", worker=fleet.p.url, result="cancelled") == 1
+    assert metrics.sum("r3router_legs_total", worker=fleet.d.url, result="server") == 1
+    assert metrics.sum("r3router_legs_total", worker=fleet.p.url, result="server") == 0
+    assert metrics.sum("r3router_legs_total", worker=fleet.p.url, result="cancelled") == 1

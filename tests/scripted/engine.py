@@ -470,7 +470,7 @@ class Engine:
             rank.kv += share
             leg._held = (leg._held[0] + share, leg._held[1])
             rank.note()
-            problem = self._over(leg.rank)
+            problem = None if self.on_over == "wait" else self._over(leg.rank)
             if problem:
                 self._violation(leg, f"while it grows: {problem}")
                 self.moving.clear()

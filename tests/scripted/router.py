@@ -21,12 +21,12 @@ SETTLE_TIMEOUT_S = 10.0
 # Gauges of work in hand. All of them must be there, and 0 when nothing is going on.
 ZERO_GAUGES = (
     "r3router_requests_live",
-    "r3router_queue_requests",
-    "r3router_queue_bytes",
-    "r3router_rank_transfers",
+    "r3router_queued_requests",
+    "r3router_queued_bytes",
+    "r3router_rank_in_transfer",
     "r3router_rank_open",
     "r3router_rank_r3_bytes",
-    "r3router_worker_legs_open",
+    "r3router_legs_open",
     "r3router_r3_arena_bytes",
 )
 
