@@ -15,6 +15,7 @@ use crate::body::{Cut, Pieces};
 use crate::context::{Count, Shared};
 use crate::dispatch::{Prefill, Started, Watch, end, linger};
 use crate::errors::error_json;
+use crate::events::WholeEvents;
 use crate::leg::{LegBody, fault_error};
 use crate::live::Owner;
 use crate::merge::{MergedStream, merge_sse};
@@ -35,6 +36,8 @@ enum Feed {
 pub struct Relay {
     feed: Feed,
     events: bool,
+    /// Holds half an event back, so that an error of ours can follow what was sent.
+    whole: WholeEvents,
     length: Option<u64>,
     timer: Timer,
     watch: Watch,
@@ -62,7 +65,8 @@ impl Relay {
         } else {
             Feed::Plain { decode, prefill }
         };
-        Self { feed, events, length, timer, watch: Watch::default(), tokens: None, shared, sub: Some(sub), count, name }
+        let (whole, watch) = (WholeEvents::default(), Watch::default());
+        Self { feed, events, whole, length, timer, watch, tokens: None, shared, sub: Some(sub), count, name }
     }
 
     /// Everything has come: the attempt is complete.
@@ -101,7 +105,12 @@ impl Relay {
 
     fn broken(&mut self, error: &Error) -> Poll<Option<Result<Bytes, Cut>>> {
         self.fail(error);
-        Poll::Ready(Some(if self.events { Ok(error_event(error)) } else { Err(Cut(error.to_string())) }))
+        if !self.events {
+            return Poll::Ready(Some(Err(Cut(error.to_string()))));
+        }
+        let event = error_event(error);
+        let open = self.whole.broken();
+        Poll::Ready(Some(Ok(if open { [b"\n\n", &event[..]].concat().into() } else { event })))
     }
 }
 
@@ -112,26 +121,34 @@ impl Relay {
             return self.broken(&error);
         }
         match &mut self.feed {
-            Feed::Plain { decode, prefill } => {
+            Feed::Plain { decode, prefill } => loop {
                 // Decode has spoken, so prefill's end changes nothing any more; it is only accounted.
                 let _ = prefill.poll_error(cx);
                 match std::task::ready!(decode.poll_piece(cx)) {
-                    Some(Ok(piece)) => {
+                    Some(Ok(mut piece)) => {
+                        if self.events {
+                            piece = self.whole.push(piece);
+                        }
+                        if piece.is_empty() {
+                            continue;
+                        }
                         if let Some(tokens) = completion_tokens(&piece) {
                             self.tokens = Some(tokens);
                         }
-                        Poll::Ready(Some(Ok(piece)))
+                        break Poll::Ready(Some(Ok(piece)));
                     }
                     Some(Err(fault)) => {
                         let error = fault_error(Role::Decode, &self.name, &fault);
-                        self.broken(&error)
+                        break self.broken(&error);
                     }
                     None => {
+                        // What an engine ends without a last empty line is still its own.
+                        let rest = self.whole.rest();
                         self.complete();
-                        Poll::Ready(None)
+                        break Poll::Ready((!rest.is_empty()).then_some(Ok(rest)));
                     }
                 }
-            }
+            },
             Feed::Merged(stream) => match std::task::ready!(stream.as_mut().poll_frame(cx)) {
                 Some(Ok(frame)) => Poll::Ready(frame.into_data().ok().map(Ok)),
                 Some(Err(never)) => match never {},

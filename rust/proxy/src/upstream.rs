@@ -23,6 +23,10 @@ use tokio::net::TcpStream;
 use crate::address::Address;
 use crate::body::{PiecesBody, WireStats};
 
+/// How soon after a request was written a reused connection must break for the request to be sent again. An engine that had closed
+/// the connection answers with a reset within a round trip; one that read the request may run it, and the same id and room must not
+/// come twice: that failure is for a new attempt to mend.
+const STALE: Duration = Duration::from_millis(100);
 /// Most idle connections that one engine keeps open; more are closed when they become idle.
 const MAX_IDLE: usize = 4096;
 
@@ -221,8 +225,13 @@ impl Pool {
     /// As [`Pool::send`].
     pub async fn send_observed(self: &Arc<Self>, call: &Call, mut sent: impl FnMut()) -> Result<Exchange, Fault> {
         if let Some(wire) = poll_fn(|cx| Poll::Ready(self.checkout(cx))).await {
-            match self.exchange(wire, call, &mut sent).await {
-                Err(Fault::Reset { answered: false, .. }) => {
+            let mut written: Option<Instant> = None;
+            let mut told = || {
+                written.get_or_insert_with(Instant::now);
+                sent();
+            };
+            match self.exchange(wire, call, &mut told).await {
+                Err(Fault::Reset { answered: false, .. }) if written.is_none_or(|at| at.elapsed() < STALE) => {
                     self.stats.resent.fetch_add(1, Ordering::Relaxed);
                 }
                 other => return other,
