@@ -68,7 +68,7 @@ pub struct Rate {
     sum: f64,
     events: u32,
     since: Moment,
-    rate: f64,
+    value: f64,
     known: bool,
 }
 
@@ -101,13 +101,13 @@ impl Rate {
         let sample = self.sum / dt.max(1e-9);
         if !self.known {
             if self.events > 0 {
-                self.rate = sample;
+                self.value = sample;
                 self.known = true;
             }
-        } else if sample > self.rate {
-            self.rate += 0.5 * (sample - self.rate);
+        } else if sample > self.value {
+            self.value += 0.5 * (sample - self.value);
         } else if limited {
-            self.rate += 0.25 * (sample - self.rate);
+            self.value += 0.25 * (sample - self.value);
         }
         self.sum = 0.0;
         self.events = 0;
@@ -117,7 +117,7 @@ impl Rate {
 
     /// Units per second; `None` before the first bucket with an event was read.
     pub fn get(&self) -> Option<f64> {
-        self.known.then_some(self.rate)
+        self.known.then_some(self.value)
     }
 }
 

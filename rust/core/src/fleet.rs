@@ -138,6 +138,14 @@ impl Rule {
         }
     }
 
+    /// A regular engine queues without a clock: its rows are the bound, and failures shrink it.
+    fn mode_of(&self, role: Role, capacity: &Capacity) -> WindowMode {
+        match role {
+            Role::Regular => WindowMode::Static(u32::try_from(capacity.rows).unwrap_or(u32::MAX)),
+            _ => self.window,
+        }
+    }
+
     pub(crate) fn unbounded(&self) -> bool {
         matches!(self.window, WindowMode::Unbounded)
     }
@@ -228,25 +236,22 @@ impl Fleet {
         self.registered[spec.role as usize] += 1;
         let mut ranks = Vec::with_capacity(usize::from(spec.ranks.max(1)));
         for rank in 0..spec.ranks.max(1) {
-            let mut fresh = Rank {
+            let capacity = Capacity::of(spec.role, &spec.facts, None, self.rule.kv_margin);
+            let fresh = Rank {
                 id: RankId { worker: id, rank },
                 role: spec.role,
                 worker: index,
                 generation: 1,
                 live: true,
-                capacity: Capacity::of(spec.role, &spec.facts, None, self.rule.kv_margin),
-                ledger: Ledger::new(spec.facts.reports_load, now),
-                window: Window::new(now),
+                capacity,
+                ledger: Ledger::new(spec.facts.reports_load),
+                window: Window::new(now, self.rule.mode_of(spec.role, &capacity)),
                 service: Service::default(),
                 report: None,
                 learned: UNBOUNDED,
                 closed: Reason::Mode,
                 held: false,
             };
-            if spec.role == Role::Decode {
-                // A fixed window holds from the first request on.
-                fresh.window.update(now, self.rule.window, Supply::default());
-            }
             self.closed[side(spec.role)].add(Reason::Mode);
             let slot = if let Some(slot) = self.free_slots.pop() {
                 let place = &mut self.ranks[slot as usize];
@@ -339,9 +344,7 @@ impl Fleet {
             return;
         }
         let counted = counted(rank.role, report, &rank.capacity, worker.facts.mamba_slots);
-        if !rank.ledger.reconcile(counted, measured_at) {
-            return;
-        }
+        rank.ledger.reconcile(counted, measured_at);
         let retracted_before = rank.report.as_ref().is_some_and(|r| r.retracted.unwrap_or(0) > 0);
         let limits = (report.max_total_tokens, report.max_running);
         if rank.report.as_ref().map(|r| (r.max_total_tokens, r.max_running)) != Some(limits) {
@@ -538,9 +541,8 @@ impl Fleet {
                     self.ranks[slot].window.update(now, mode, Supply { share, tau, free_slots });
                 }
                 Role::Regular => {
-                    // A regular engine queues without a clock: its rows are the bound, shrunk by failures.
-                    let rows = u32::try_from(rank.capacity.rows).unwrap_or(u32::MAX);
-                    self.ranks[slot].window.update(now, WindowMode::Static(rows), Supply::default());
+                    let mode = self.rule.mode_of(rank.role, &rank.capacity);
+                    self.ranks[slot].window.update(now, mode, Supply::default());
                 }
             }
             let rank = &mut self.ranks[slot];

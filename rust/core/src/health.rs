@@ -45,7 +45,7 @@ impl Default for Breaker {
 /// How a breaker is set.
 #[derive(Clone, Copy, Debug)]
 pub struct BreakerRule {
-    /// Failures in a row that open it; 0 switches it off.
+    /// Failures in a row that open it; 0: none do. A refused connect opens it in any case: nothing can be sent there.
     pub threshold: u32,
     /// How long it stays open.
     pub open_for: Duration,
@@ -60,9 +60,6 @@ impl Breaker {
             Failure::Transfer => true,
             Failure::Connect | Failure::Reset | Failure::Server => false,
         };
-        if rule.threshold == 0 {
-            return;
-        }
         self.failures = self.failures.saturating_add(1);
         if how == Failure::Connect {
             let wait = QUICK_PROBE.saturating_mul(1 << self.refusals.min(16)).min(rule.open_for.max(QUICK_PROBE));
@@ -74,7 +71,8 @@ impl Breaker {
             return;
         }
         let half_open = matches!(self.state, State::HalfOpen { .. });
-        if (self.failures >= rule.threshold || half_open) && !(slow && last) {
+        let too_many = rule.threshold > 0 && self.failures >= rule.threshold;
+        if (too_many || half_open) && !(slow && last) {
             self.state = State::Open { until: now + rule.open_for };
         } else if half_open {
             self.state = State::HalfOpen { probing: false };
@@ -334,14 +332,15 @@ mod tests {
     }
 
     #[test]
-    fn threshold_0_switches_it_off() {
+    fn threshold_0_leaves_only_refused_connects() {
         let mut b = Breaker::default();
         let off = BreakerRule { threshold: 0, ..RULE };
-        b.failed(Failure::Connect, off, false, t(0.0));
         for _ in 0..100 {
             b.failed(Failure::Server, off, false, t(0.0));
         }
         assert!(b.admits());
+        b.failed(Failure::Connect, off, false, t(0.0));
+        assert!(b.is_open());
     }
 
     #[test]

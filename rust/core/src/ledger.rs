@@ -88,8 +88,8 @@ pub struct Ledger {
 
 impl Ledger {
     /// An empty ledger. `recording`: whether reports will come.
-    pub fn new(recording: bool, now: Moment) -> Self {
-        Self { recording, known_since: now, ..Self::default() }
+    pub fn new(recording: bool) -> Self {
+        Self { recording, ..Self::default() }
     }
 
     /// Whether reports will come from now on.
@@ -246,7 +246,7 @@ mod tests {
 
     #[test]
     fn a_request_that_a_report_shows_is_counted_once() {
-        let mut l = Ledger::new(true, at(0));
+        let mut l = Ledger::new(true);
         l.reserve(one(100), at(10));
         assert!(l.reconcile(counted(1, 1, 100), at(20)));
         assert_eq!(l.occupied(), one(100));
@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn a_request_that_a_late_report_does_not_show_yet_is_counted_once() {
-        let mut l = Ledger::new(true, at(0));
+        let mut l = Ledger::new(true);
         l.reserve(one(100), at(30));
         assert!(l.reconcile(counted(0, 0, 0), at(20)));
         assert_eq!(l.occupied(), one(100));
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn a_request_that_ended_after_the_measurement_is_not_foreign() {
-        let mut l = Ledger::new(true, at(0));
+        let mut l = Ledger::new(true);
         l.reserve(one(100), at(10));
         l.release(one(100), at(30));
         assert!(l.reconcile(counted(1, 1, 100), at(20)));
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn load_of_others_is_foreign_and_leaves_when_three_reports_do_not_show_it() {
-        let mut l = Ledger::new(true, at(0));
+        let mut l = Ledger::new(true);
         l.reserve(one(100), at(10));
         l.reconcile(counted(3, 2, 700), at(20));
         assert_eq!(l.foreign(), Holding { open: 2, transfer: 1, kv: 600, ..Holding::default() });
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn a_leak_stays_until_a_report_from_after_it_shows_the_slot_free() {
-        let mut l = Ledger::new(true, at(0));
+        let mut l = Ledger::new(true);
         l.reserve(one(100), at(10));
         l.leak(one(100), at(50));
         l.reconcile(counted(1, 1, 100), at(40));
@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn without_reports_a_leak_expires_by_time() {
-        let mut l = Ledger::new(false, at(0));
+        let mut l = Ledger::new(false);
         l.reserve(one(5), at(1));
         l.leak(one(5), at(2));
         assert!(!l.expire_leaks(at(1)));
@@ -310,7 +310,7 @@ mod tests {
 
     #[test]
     fn unused_growth_room_of_own_requests_is_no_foreign_kv() {
-        let mut l = Ledger::new(true, at(0));
+        let mut l = Ledger::new(true);
         l.reserve(Holding { open: 1, transfer: 0, kv: 1000, prompt: 600, uncached: 0 }, at(1));
         l.reconcile(counted(1, 0, 700), at(2));
         assert_eq!(l.occupied().kv, 1000);
@@ -320,7 +320,8 @@ mod tests {
 
     #[test]
     fn a_report_from_before_what_is_remembered_is_refused() {
-        let mut l = Ledger::new(true, at(100));
+        let mut l = Ledger::new(false);
+        l.set_recording(true, at(100));
         assert!(!l.reconcile(counted(9, 9, 9), at(99)));
         assert_eq!(l.occupied(), Holding::default());
     }
@@ -330,7 +331,7 @@ mod tests {
         /// never less than the own reservations.
         #[test]
         fn honest_reports_of_own_load_never_make_foreign_load(ops in proptest::collection::vec((0u8..3, 0u64..50), 1..200)) {
-            let mut l = Ledger::new(true, at(0));
+            let mut l = Ledger::new(true);
             let mut truth: Vec<(u64, i64)> = vec![(0, 0)];
             let (mut open, mut last) = (0i64, 0u64);
             for (i, (op, age)) in ops.into_iter().enumerate() {

@@ -5,7 +5,8 @@
 //! has it, or when ranks stood idle for as long as that costs ([`Need::idle_tokens`]; the ski-rental rule, which is never
 //! worse than twice the best choice in hindsight). So one hot prefix spreads, and sessions stay where they are.
 use crate::admission::Request;
-use crate::affinity::{Affinity, BLOCK_TOKENS, Match};
+use crate::affinity::{BLOCK_TOKENS, Match};
+use crate::capacity::CLIP_MAX_NEW_TOKENS;
 use crate::fleet::{Fleet, takes};
 use crate::health::Cooldowns;
 use crate::reason::Reason;
@@ -26,6 +27,8 @@ pub(crate) struct Kept {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Need<'a> {
     pub(crate) request: &'a Request,
+    /// Ranks that have its prefix.
+    pub(crate) found: Match,
     /// `max_new_tokens`, or the configured reserve.
     pub(crate) max_new: u32,
     /// Uncached tokens that idle prefill ranks could have computed while requests waited for ranks with their prefix.
@@ -57,32 +60,39 @@ pub(crate) struct Pair {
 }
 
 /// Chooses.
-pub(crate) fn choose(
-    fleet: &Fleet,
-    affinity: &mut Affinity,
-    cooldowns: &Cooldowns,
-    need: &Need<'_>,
-) -> Result<Pair, Reason> {
-    let alive = |slot: u32| fleet.ranks.get(slot as usize).is_some_and(|r| r.live);
-    let found = affinity.longest(&need.request.prefix, alive);
+pub(crate) fn choose(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>) -> Result<Pair, Reason> {
     if !fleet.is_pd() {
-        return regular(fleet, need, found);
+        return regular(fleet, need);
     }
-    // No credit on one side: nothing to look for.
-    let kept = need.kept.unwrap_or_default();
-    if kept.decode.is_none() && !fleet.decode.tree(need.request.r3.is_some()).any() {
-        return Err(shut(fleet, 1, need.request.r3.is_some()));
+    // What is cheap and commonest first: no decode rank has credit, or none has the room.
+    if need.kept.is_none() {
+        let tree = fleet.decode.tree(need.request.r3.is_some());
+        if !tree.any() {
+            return Err(shut(fleet, 1, need.request.r3.is_some()));
+        }
+        if tree.most_room() < least_kv(need) {
+            return Err(Reason::Kv);
+        }
     }
-    let front = front(fleet, need, found)?;
+    let front = front(fleet, need)?;
     let partner = fleet.ranks[front.slot as usize].id.worker;
     let back = back(fleet, cooldowns, need, Some(partner))?;
     Ok(Pair { front: Some(front), back, known: 0 })
 }
 
+/// Never above what any rank's own formula asks for.
+fn least_kv(need: &Need<'_>) -> i64 {
+    i64::from(need.request.prompt_tokens) + i64::from(need.max_new.min(CLIP_MAX_NEW_TOKENS))
+}
+
 /// Why no rank of a side takes a request.
 pub(crate) fn shut(fleet: &Fleet, side: usize, r3: bool) -> Reason {
     let trees = if side == 0 { &fleet.prefill } else { &fleet.decode };
-    if r3 && trees.plain.any() && !trees.r3.any() { Reason::R3Egress } else { fleet.why_closed(side) }
+    match (r3 && trees.plain.any() && !trees.r3.any(), side) {
+        (true, 0) => Reason::R3Egress,
+        (true, _) => Reason::R3EgressDecode,
+        _ => fleet.why_closed(side),
+    }
 }
 
 /// Tokens of the prompt that `blocks` blocks stand for. Text blocks are counted in proportion.
@@ -116,8 +126,8 @@ fn others_left(fleet: &Fleet, need: &Need<'_>, role: Role) -> bool {
     })
 }
 
-fn front(fleet: &Fleet, need: &Need<'_>, found: Match) -> Result<Front, Reason> {
-    let request = need.request;
+fn front(fleet: &Fleet, need: &Need<'_>) -> Result<Front, Reason> {
+    let (request, found) = (need.request, need.found);
     let r3 = request.r3.is_some();
     let prompt = i64::from(request.prompt_tokens).max(1);
     let tree = fleet.prefill.tree(r3);
@@ -251,7 +261,7 @@ fn back(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>, partner: Option<W
         } else if stale(fleet, slot, need.now) {
             Reason::Stale
         } else if !emits(fleet, rank.worker, r3, text) {
-            Reason::R3Egress
+            Reason::R3EgressDecode
         } else if cooling && partner.is_some_and(|p| cooldowns.rests(p, rank.id.worker, need.now)) {
             *cooled = true;
             Reason::Cooling
@@ -272,8 +282,8 @@ fn back(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>, partner: Option<W
     if !tree.any() {
         return Err(shut(fleet, 1, r3));
     }
-    // Never above what the rank's own formula asks for; that one is tested on the leaf.
-    let least = i64::from(request.prompt_tokens) + i64::from(need.max_new.min(crate::capacity::CLIP_MAX_NEW_TOKENS));
+    // The rank's own formula is tested on the leaf.
+    let least = least_kv(need);
     if let Some(slot) = tree.best(least, |s| fits(s as u32, true, &mut why, &mut cooled)) {
         return Ok(slot as u32);
     }
@@ -290,13 +300,7 @@ fn back(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>, partner: Option<W
 /// Whether a kept rank would be open for the request that it is kept for.
 fn kept_is_free(fleet: &Fleet, slot: u32) -> bool {
     let rank = &fleet.ranks[slot as usize];
-    let free = rank.free();
-    (rank.closed == Reason::Held || rank.closed == Reason::Bound)
-        && rank.report.as_ref().is_none_or(|r| r.retracted.unwrap_or(0) == 0)
-        && free.rows > 0
-        && free.metadata > 0
-        && free.mamba > 0
-        && free.window > 0
+    rank.closed == Reason::Held || rank.closed == Reason::Bound
 }
 
 /// A report may have aged since the rank was last looked at.
@@ -305,7 +309,8 @@ fn stale(fleet: &Fleet, slot: u32, now: Moment) -> bool {
     matches!(&fleet.workers[rank.worker as usize], Some(w) if w.facts.reports_load) && fleet.is_stale(rank, now)
 }
 
-fn regular(fleet: &Fleet, need: &Need<'_>, found: Match) -> Result<Pair, Reason> {
+fn regular(fleet: &Fleet, need: &Need<'_>) -> Result<Pair, Reason> {
+    let found = need.found;
     let no_pairs = Cooldowns::default();
     let best = back(fleet, &no_pairs, need, None)?;
     let mut pair = Pair { front: None, back: best, known: known_on(found, best) };

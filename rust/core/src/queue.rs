@@ -5,6 +5,7 @@
 use std::collections::HashMap;
 
 use crate::admission::Request;
+use crate::affinity::Match;
 use crate::reason::Reason;
 use crate::time::Moment;
 
@@ -24,6 +25,10 @@ pub struct Entry {
     pub overtaken: u32,
     /// Why it was not bound when it was last looked at.
     pub held: Reason,
+    /// Which ranks had its prefix, and when that was looked up.
+    pub found: Match,
+    /// See `found`.
+    pub found_at: Moment,
     generation: u32,
     live: bool,
     key: u32,
@@ -153,6 +158,8 @@ impl Queue {
             paused_before,
             overtaken: 0,
             held: Reason::Queued,
+            found: Match::default(),
+            found_at: Moment::ZERO,
             generation,
             live: true,
             key,

@@ -38,8 +38,10 @@ reasons! {
     PrefillWait = "prefill_wait",
     /// Waits for the prefill rank that has its prefix.
     Affinity = "affinity",
-    /// Too many R3 bytes are about to leave the engine.
+    /// Too many R3 bytes are about to leave the prefill engine.
     R3Egress = "r3_egress",
+    /// Too many R3 bytes are about to leave the decode (or regular) engine.
+    R3EgressDecode = "r3_egress_decode",
     /// The R3 arena is full.
     Arena = "arena",
     /// No recent report of the engine's load.

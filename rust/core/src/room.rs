@@ -115,7 +115,7 @@ mod tests {
             for _ in 0..8 {
                 let room = rooms.draw(rank, ranks);
                 prop_assert_eq!(room % u64::from(ranks), u64::from(rank));
-                prop_assert!(room >= 1 && room < 1 << 63);
+                prop_assert!((1..1 << 63).contains(&room));
             }
         }
     }

@@ -59,7 +59,12 @@ pub struct Window {
 
 impl Window {
     /// The window of a rank that was just added.
-    pub fn new(now: Moment) -> Self {
+    pub fn new(now: Moment, mode: WindowMode) -> Self {
+        let current = match mode {
+            WindowMode::Computed => FIRST,
+            WindowMode::Static(n) => f64::from(n.max(1)),
+            WindowMode::Unbounded => f64::INFINITY,
+        };
         Self {
             times: Quantiles::default(),
             completions: Rate::default(),
@@ -70,7 +75,7 @@ impl Window {
             grown_at: now,
             cap: f64::INFINITY,
             shrunk_at: Moment::ZERO,
-            current: FIRST,
+            current,
             tau: TAU_UNKNOWN,
         }
     }

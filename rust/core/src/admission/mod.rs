@@ -17,7 +17,10 @@ use crate::topology::{RankId, Role};
 use crate::window::Flow;
 
 mod attempts;
+mod bind;
+mod clock;
 mod decide;
+mod hold;
 mod registry;
 mod settle;
 mod submit;
@@ -26,7 +29,7 @@ mod tests;
 mod view;
 
 use attempts::Attempts;
-use decide::Hold;
+use hold::Hold;
 
 /// How many transfers a decode rank may have in flight.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -103,7 +106,8 @@ pub struct Request {
     pub prompt_tokens: u32,
     /// `max_new_tokens`, when the client named it.
     pub max_new_tokens: Option<u32>,
-    /// Fairness key (hash of the routing key); requests of one key are FIFO.
+    /// Fairness key (hash of the routing key), 0 for none. Requests of one key are FIFO, but for one that does not fit: it may be
+    /// overtaken a bounded number of times.
     pub key: u64,
     /// Chain of prefix hashes, longest last, one per `affinity::BLOCK_TOKENS` tokens; empty when unknown.
     pub prefix: Arc<[u64]>,
@@ -299,8 +303,8 @@ pub struct Admission {
     flow: Flow,
     counters: Counters,
     arena_reserved: u64,
-    /// The request that was overtaken too often, and what is kept for it.
-    hold: Option<Hold>,
+    /// Requests that were overtaken too often, and what is kept for them.
+    holds: Vec<Hold>,
     paused_since: Option<Moment>,
     /// Pauses that are over, nanoseconds.
     paused_total: u64,
@@ -351,7 +355,7 @@ impl Admission {
             flow: Flow::default(),
             counters: Counters::default(),
             arena_reserved: 0,
-            hold: None,
+            holds: Vec::new(),
             paused_since: None,
             paused_total: 0,
             turns: [0; 2],

@@ -3,6 +3,7 @@ use std::time::Duration;
 
 use super::attempts::{Attempt, Leg};
 use super::{Admission, Failure, Outcome, Permit};
+use crate::health::Breaker;
 use crate::ledger::Holding;
 use crate::time::Moment;
 use crate::topology::{Role, WorkerId};
@@ -64,7 +65,7 @@ impl Admission {
             self.cooldowns.worked(p, d);
         }
         for worker in [pair.0, pair.1].into_iter().flatten() {
-            self.on_breaker(worker, now, |b| b.probe_passed());
+            self.on_breaker(worker, now, Breaker::probe_passed);
         }
     }
 
@@ -164,7 +165,7 @@ impl Admission {
         for place in [Some(attempt.decode.place), attempt.prefill.map(|l| l.place)].into_iter().flatten() {
             if let Some(rank) = self.fleet.at(place.slot, place.generation) {
                 let worker = rank.id.worker;
-                self.on_breaker(worker, now, |b| b.answered());
+                self.on_breaker(worker, now, Breaker::answered);
             }
         }
         let place = attempt.decode.place;
@@ -187,7 +188,7 @@ impl Admission {
                 && Some(rank.role) != except
             {
                 let worker = rank.id.worker;
-                self.on_breaker(worker, now, |b| b.inconclusive());
+                self.on_breaker(worker, now, Breaker::inconclusive);
             }
         }
     }
@@ -219,9 +220,9 @@ impl Admission {
             && let Some(rank) = self.fleet.at(place.slot, place.generation)
         {
             let (worker, id) = (rank.worker, rank.id.worker);
-            let (rule, last) = (self.fleet.rule.breaker, self.fleet.is_last(worker));
+            let (setting, last) = (self.fleet.rule.breaker, self.fleet.is_last(worker));
             self.on_breaker(id, now, |b| {
-                b.failed(how, rule, last, now);
+                b.failed(how, setting, last, now);
                 // What does not count as a failure does not end a probe either.
                 b.inconclusive();
             });
@@ -238,7 +239,7 @@ impl Admission {
     }
 
     /// Changes a worker's breaker and opens or closes its ranks accordingly.
-    fn on_breaker(&mut self, id: WorkerId, now: Moment, change: impl FnOnce(&mut crate::health::Breaker)) {
+    fn on_breaker(&mut self, id: WorkerId, now: Moment, change: impl FnOnce(&mut Breaker)) {
         let Some(index) = self.fleet.worker(id) else { return };
         let Some(Some(worker)) = self.fleet.workers.get_mut(index as usize) else { return };
         let before = worker.breaker.admits();

@@ -95,16 +95,18 @@ impl Admission {
         if let Some(r3) = request.r3
             && r3.arena > self.config.arena_bytes
         {
-            return Some(Error::new(
-                Kind::R3ArenaTooSmall,
-                Source::Client,
-                format!(
-                    "the request's routed experts need {} bytes, the whole R3 arena has {}",
-                    r3.arena, self.config.arena_bytes
-                ),
-            )
-            .with_limit(self.config.arena_bytes as f64, r3.arena as f64)
-            .advise("raise the R3 arena's size, or ask for fewer tokens"));
+            return Some(
+                Error::new(
+                    Kind::R3ArenaTooSmall,
+                    Source::Client,
+                    format!(
+                        "the request's routed experts need {} bytes, the whole R3 arena has {}",
+                        r3.arena, self.config.arena_bytes
+                    ),
+                )
+                .with_limit(self.config.arena_bytes as f64, r3.arena as f64)
+                .advise("raise the R3 arena's size, or ask for fewer tokens"),
+            );
         }
         let sides: &[Role] = if pd { &[Role::Decode, Role::Prefill] } else { &[Role::Regular] };
         for &role in sides {
@@ -139,16 +141,18 @@ impl Admission {
                 Role::Decode => "decode",
                 Role::Regular => "regular",
             };
-            return Some(Error::new(
-                Kind::TooLargeForFleet,
-                Source::Client,
-                format!(
-                    "a prompt of {} tokens needs {needs} tokens of KV, the largest {name} rank has {limit}",
-                    request.prompt_tokens
-                ),
-            )
-            .with_limit(limit as f64, needs as f64)
-            .advise("shorten the prompt or max_new_tokens, or add ranks with a larger KV pool"));
+            return Some(
+                Error::new(
+                    Kind::TooLargeForFleet,
+                    Source::Client,
+                    format!(
+                        "a prompt of {} tokens needs {needs} tokens of KV, the largest {name} rank has {limit}",
+                        request.prompt_tokens
+                    ),
+                )
+                .with_limit(limit as f64, needs as f64)
+                .advise("shorten the prompt or max_new_tokens, or add ranks with a larger KV pool"),
+            );
         }
         None
     }

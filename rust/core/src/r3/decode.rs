@@ -69,7 +69,11 @@ impl Decoder {
     ///
     /// # Errors
     /// What `out` fails with, or `NotBase64` turned into it.
-    pub fn push<E: From<NotBase64>>(&mut self, mut text: &[u8], mut out: impl FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+    pub fn push<E: From<NotBase64>>(
+        &mut self,
+        mut text: &[u8],
+        mut out: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
         let before = self.text;
         self.text += text.len() as u64;
         let skip = self.skip_text.min(text.len() as u64);
@@ -135,7 +139,8 @@ impl Decoder {
         let want = text.len() / 4 * 3;
         self.tile.resize(want.max(self.tile.len()), 0);
         let tile = &mut self.tile[..want];
-        let bytes = base64_simd::STANDARD.decode(text, base64_simd::AsOut::as_out(tile)).map_err(|_| NotBase64(near))?;
+        let bytes =
+            base64_simd::STANDARD.decode(text, base64_simd::AsOut::as_out(tile)).map_err(|_| NotBase64(near))?;
         self.ended = bytes.len() < want;
         self.bytes += bytes.len() as u64;
         let skip = self.skip_bytes.min(bytes.len());
@@ -176,7 +181,11 @@ mod tests {
             for chunk in 1..9 {
                 for skip in 0..=len {
                     let (out, seen) = decode(text.as_bytes(), skip as u64, chunk).unwrap();
-                    assert_eq!((&out[..], seen), (&bytes[skip..], len as u64), "{len} bytes from {skip} in chunks of {chunk}");
+                    assert_eq!(
+                        (&out[..], seen),
+                        (&bytes[skip..], len as u64),
+                        "{len} bytes from {skip} in chunks of {chunk}"
+                    );
                 }
             }
         }

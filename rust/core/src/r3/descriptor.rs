@@ -74,7 +74,8 @@ impl Descriptor {
         if bytes.len() > MAX_LEN {
             return Err(mismatch("it is too long").with_limit(MAX_LEN as f64, bytes.len() as f64));
         }
-        let fields = Fields::read(json).map_err(|bad| mismatch(bad.why).with_limit(bytes.len() as f64, bad.at as f64))?;
+        let fields =
+            Fields::read(json).map_err(|bad| mismatch(bad.why).with_limit(bytes.len() as f64, bad.at as f64))?;
         let missing = || mismatch("a member is missing or has the wrong type");
         let (Some(rows), [shape_rows, layers, top_k]) = (fields.rows, fields.shape) else { return Err(missing()) };
         if shape_rows != u64::from(rows) {

@@ -282,7 +282,9 @@ impl Extract {
         let role = match (self.stack.last(), object, &self.key[..]) {
             (None, false, _) => Role::List,
             (None | Some(Role::List), true, _) => Role::Reply,
-            (Some(Role::Reply | Role::Choice), true, b"meta_info") | (Some(Role::Reply), true, b"sglext") => Role::Payloads,
+            (Some(Role::Reply | Role::Choice), true, b"meta_info") | (Some(Role::Reply), true, b"sglext") => {
+                Role::Payloads
+            }
             (Some(Role::Reply), false, b"choices") => Role::Choices,
             (Some(Role::Choices), true, _) => Role::Choice,
             _ => Role::Other,
@@ -362,9 +364,18 @@ mod tests {
 
     #[test]
     fn a_cut_or_crooked_reply_is_not_complete() {
-        for reply in
-            ["", " ", "{", r#"{"meta_info":{"routed_experts":"QU"#, r#"{"a":"b"#, "{]", "[}", "}", r#"{"a":[1}"#, r#"{"a":1}}"#]
-        {
+        for reply in [
+            "",
+            " ",
+            "{",
+            r#"{"meta_info":{"routed_experts":"QU"#,
+            r#"{"a":"b"#,
+            "{]",
+            "[}",
+            "}",
+            r#"{"a":[1}"#,
+            r#"{"a":1}}"#,
+        ] {
             assert!(!split(reply.as_bytes(), 3).1 || reply == r#"{"a":[1}"#, "{reply}");
         }
     }

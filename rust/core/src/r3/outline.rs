@@ -168,12 +168,16 @@ impl Outline {
     pub fn read(text: &[u8], source: Source) -> Result<Self, Error> {
         let mut outline = Self::default();
         let mut c = Cursor::new(text);
-        let read = outline.fill(&mut c).and_then(|()| if c.pos == text.len() { Ok(()) } else { c.bad("something follows it") });
+        let read = outline
+            .fill(&mut c)
+            .and_then(|()| if c.pos == text.len() { Ok(()) } else { c.bad("something follows it") });
         match read {
             Ok(()) => Ok(outline),
             Err(bad) => {
-                let why =
-                    format!("the engine's reply cannot be read: {}, near byte {} of it without its payloads", bad.why, bad.at);
+                let why = format!(
+                    "the engine's reply cannot be read: {}, near byte {} of it without its payloads",
+                    bad.why, bad.at
+                );
                 let mut e = Error::new(Kind::EngineProtocol, source, why);
                 e.measured = Some(bad.at as f64);
                 Err(e)
@@ -257,7 +261,11 @@ fn name<'a>(c: &Cursor<'a>, key: Text) -> &'a [u8] {
 }
 
 /// Reads a value by `read` if it is an object, else passes over it.
-fn object(c: &mut Cursor<'_>, key_start: usize, read: impl FnOnce(&mut Cursor<'_>, Span) -> Result<(), Bad>) -> Result<(), Bad> {
+fn object(
+    c: &mut Cursor<'_>,
+    key_start: usize,
+    read: impl FnOnce(&mut Cursor<'_>, Span) -> Result<(), Bad>,
+) -> Result<(), Bad> {
     if c.peek() == Some(b'{') {
         return read(c, Span { start: key_start, end: c.pos });
     }

@@ -121,7 +121,9 @@ pub(super) fn params(c: &mut Cursor<'_>) -> Result<Params, Fault> {
                 let (value, span) = count(c, b"sampling_params.n")?;
                 p.n = value.map(|v| (span, v));
             }
-            b"max_new_tokens" => p.max_new_tokens = Some(Limit(count(c, b"sampling_params.max_new_tokens")?.0.map(clip))),
+            b"max_new_tokens" => {
+                p.max_new_tokens = Some(Limit(count(c, b"sampling_params.max_new_tokens")?.0.map(clip)))
+            }
             b"beam_width" => p.beams = count(c, b"sampling_params.beam_width")?.0.unwrap_or(0),
             _ => {
                 c.value()?;

@@ -1,7 +1,9 @@
 //! One pass over a request body: what the router must know of it, and where the fields are that it changes.
 use super::cursor::{Bad, Cursor};
 use super::layout::{Layout, List, Sampling, StreamOptions};
-use super::read::{Fault, Input, Params, any_flag, clip, count, embeds, fault, field, filled, flag, ids, params, string, texts};
+use super::read::{
+    Fault, Input, Params, any_flag, clip, count, embeds, fault, field, filled, flag, ids, params, string, texts,
+};
 use super::text::decode;
 use super::{Facts, Prompt, PromptKind, Route, Span};
 use crate::error::{Error, Kind, Source};
@@ -208,7 +210,9 @@ impl Scan {
                 self.n = value.map(|v| (span, v));
             }
             b"max_tokens" if route != Route::Generate => self.max_tokens = count(c, name)?.0.map(clip),
-            b"max_completion_tokens" if route == Route::Chat => self.max_completion_tokens = count(c, name)?.0.map(clip),
+            b"max_completion_tokens" if route == Route::Chat => {
+                self.max_completion_tokens = count(c, name)?.0.map(clip)
+            }
             b"echo" if route == Route::Completions => self.echo = flag(c, name)?.0,
             b"logprobs" if route == Route::Completions => self.completion_logprobs = count(c, name)?.0.unwrap_or(0) > 0,
             _ => self.list(c, route, name)?,
@@ -408,7 +412,9 @@ impl Scan {
                         return Err(error.with_limit(a.unwrap_or(1) as f64, b.unwrap_or(1) as f64));
                     }
                 }
-                for (name, input) in [(&b"text"[..], &self.text), (b"input_ids", &self.ids), (b"input_embeds", &self.embeds)] {
+                for (name, input) in
+                    [(&b"text"[..], &self.text), (b"input_ids", &self.ids), (b"input_embeds", &self.embeds)]
+                {
                     if input.as_ref().and_then(|i| i.batch.as_ref()).is_some_and(Vec::is_empty) {
                         return Err(empty(name));
                     }
@@ -438,7 +444,9 @@ impl Scan {
                 Ok(inputs.pop().unwrap_or((PromptKind::Absent, Input::default())))
             }
             Route::Chat => match (self.ids.take(), self.messages) {
-                (Some(ids), _) if ids.batch.is_some() => Err(field(b"input_ids", "chat takes one flat list of token ids")),
+                (Some(ids), _) if ids.batch.is_some() => {
+                    Err(field(b"input_ids", "chat takes one flat list of token ids"))
+                }
                 (Some(ids), _) => Ok((PromptKind::Ids, ids)),
                 (None, Some(span)) => Ok((PromptKind::Messages, Input { span, ..Input::default() })),
                 (None, None) => Ok((PromptKind::Absent, Input::default())),
