@@ -86,7 +86,9 @@ async def test_leg_1_an_abort_that_came_too_early_is_repeated(lab: Lab) -> None:
 
 
 async def test_leg_1_a_burst_of_refused_calls_leaves_good_calls_alone(lab: Lab) -> None:
-    fleet, _, client = await lab.serve("--cb-failure-threshold", "3", prefill=WAIT, decode={**WAIT, "dp_size": 2, "max_running": 4, "on_over": "wait"})
+    fleet, _, client = await lab.serve(
+        "--cb-failure-threshold", "3", prefill=WAIT, decode={**WAIT, "dp_size": 2, "max_running": 4, "on_over": "wait"}
+    )
     refused = refusal(400, MESSAGE, after=0.05)
     fleet.p.script = lambda leg: refused if leg.body["input_ids"][0] == 9 else None
 

@@ -3,7 +3,10 @@
 mod common;
 use std::time::{Duration, Instant};
 
-use common::{Act, DECODED, Engine, Running, Seen, chunk, decode_reply, pd, post_bytes, prefill_reply, regular, reply, run, sse_head, until};
+use common::{
+    Act, DECODED, Engine, Running, Seen, chunk, decode_reply, pd, post_bytes, prefill_reply, regular, reply, run,
+    sse_head, until,
+};
 use serde_json::json;
 use tokio::io::AsyncWriteExt;
 
@@ -43,7 +46,10 @@ fn a_client_that_leaves_frees_both_engines_within_200_ms() {
 #[test]
 fn a_request_that_was_left_in_the_queue_is_never_sent() {
     run(async {
-        let (p, d) = (Engine::start(prefill).await, Engine::start(|s: &Seen| if s.path == "/generate" { decode_reply(s) } else { Act::Hold }).await);
+        let (p, d) = (
+            Engine::start(prefill).await,
+            Engine::start(|s: &Seen| if s.path == "/generate" { decode_reply(s) } else { Act::Hold }).await,
+        );
         let router = Running::start(pd(&[&p], &[&d])).await;
         assert_eq!(router.post("/pause_generation", "{}").await.status, 404, "the scripted engines do not know it");
         let mut waiting = Vec::new();
@@ -72,7 +78,8 @@ fn a_request_that_was_left_in_the_queue_is_never_sent() {
 #[test]
 fn a_stream_is_relayed_byte_for_byte_however_it_is_cut() {
     run(async {
-        let text = "data: {\"text\":\"write data: [DONE] at the end\"}\n\ndata: {\"text\":\"more\"}\n\ndata: [DONE]\n\n";
+        let text =
+            "data: {\"text\":\"write data: [DONE] at the end\"}\n\ndata: {\"text\":\"more\"}\n\ndata: [DONE]\n\n";
         let p = Engine::start(prefill).await;
         let cut = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(1));
         let at = std::sync::Arc::clone(&cut);
@@ -82,7 +89,11 @@ fn a_stream_is_relayed_byte_for_byte_however_it_is_cut() {
             }
             let (a, b) = text.as_bytes().split_at(at.load(std::sync::atomic::Ordering::Relaxed));
             let pause = Duration::from_millis(2);
-            Act::Paced(vec![(Duration::ZERO, [sse_head(), chunk(a)].concat()), (pause, chunk(b)), (Duration::ZERO, b"0\r\n\r\n".to_vec())])
+            Act::Paced(vec![
+                (Duration::ZERO, [sse_head(), chunk(a)].concat()),
+                (pause, chunk(b)),
+                (Duration::ZERO, b"0\r\n\r\n".to_vec()),
+            ])
         })
         .await;
         let router = Running::start(pd(&[&p], &[&d])).await;
@@ -146,7 +157,8 @@ fn a_stream_that_fails_before_its_first_event_is_a_plain_error_and_after_it_one_
 #[test]
 fn one_limit_holds_for_every_route_and_framing_and_the_client_can_read_the_answer() {
     run(async {
-        let engine = Engine::start(|s: &Seen| if s.path == "/generate" { Act::Send(reply(200, "{}")) } else { Act::Hold }).await;
+        let engine =
+            Engine::start(|s: &Seen| if s.path == "/generate" { Act::Send(reply(200, "{}")) } else { Act::Hold }).await;
         let mut settings = regular(&[&engine]);
         settings.max_payload_size = 3_000_000;
         let router = Running::start(settings).await;
@@ -158,7 +170,10 @@ fn one_limit_holds_for_every_route_and_framing_and_the_client_can_read_the_answe
         for path in ["/generate", "/v1/chat/completions", "/flush_cache", "/workers"] {
             let got = client.post(path, &body(3_000_001)).await;
             assert_eq!((got.status, got.code().as_str()), (413, "body_too_large"), "{path}");
-            assert_eq!((got.json()["error"]["limit"].as_u64(), got.json()["error"]["measured"].as_u64()), (Some(3_000_000), Some(3_000_001)));
+            assert_eq!(
+                (got.json()["error"]["limit"].as_u64(), got.json()["error"]["measured"].as_u64()),
+                (Some(3_000_000), Some(3_000_001))
+            );
         }
         let chunked = |text: &str| {
             let mut bytes = b"POST /generate HTTP/1.1\r\nhost: r\r\ntransfer-encoding: chunked\r\n\r\n".to_vec();
@@ -184,7 +199,8 @@ fn one_limit_holds_for_every_route_and_framing_and_the_client_can_read_the_answe
 #[test]
 fn what_is_no_json_costs_nothing_but_its_answer() {
     run(async {
-        let engine = Engine::start(|s: &Seen| if s.path == "/generate" { Act::Send(reply(200, "{}")) } else { Act::Hold }).await;
+        let engine =
+            Engine::start(|s: &Seen| if s.path == "/generate" { Act::Send(reply(200, "{}")) } else { Act::Hold }).await;
         let router = Running::start(regular(&[&engine])).await;
         let mut client = router.client().await;
         for body in ["", "{", "[]", "{\"text\": tru}", "{\"text\":\"a\"} x"] {
@@ -210,10 +226,16 @@ fn a_regular_engines_reply_is_relayed_untouched_with_its_headers() {
         let small = r#"{"text":"a"  ,"meta_info":{}}"#;
         let answer = big.clone();
         let engine = Engine::start(move |s: &Seen| match s.path.as_str() {
-            "/generate" if s.body.windows(3).any(|w| w == b"big") => {
-                Act::Send(common::reply_with(200, "content-type: application/json\r\nx-engine: e1\r\nkeep-alive: timeout=5\r\n", &answer))
-            }
-            "/generate" => Act::Send(common::reply_with(200, "content-type: application/json\r\nx-engine: e1\r\n", small.as_bytes())),
+            "/generate" if s.body.windows(3).any(|w| w == b"big") => Act::Send(common::reply_with(
+                200,
+                "content-type: application/json\r\nx-engine: e1\r\nkeep-alive: timeout=5\r\n",
+                &answer,
+            )),
+            "/generate" => Act::Send(common::reply_with(
+                200,
+                "content-type: application/json\r\nx-engine: e1\r\n",
+                small.as_bytes(),
+            )),
             _ => Act::Hold,
         })
         .await;
@@ -235,7 +257,13 @@ fn a_regular_engines_reply_is_relayed_untouched_with_its_headers() {
 #[test]
 fn an_abort_by_the_clients_id_ends_its_attempts_and_no_others() {
     run(async {
-        let (p, d) = (Engine::start(prefill).await, Engine::start(|s: &Seen| if s.path == "/generate" { Act::UntilAborted(reply(200, DECODED)) } else { Act::Hold }).await);
+        let (p, d) = (
+            Engine::start(prefill).await,
+            Engine::start(
+                |s: &Seen| if s.path == "/generate" { Act::UntilAborted(reply(200, DECODED)) } else { Act::Hold },
+            )
+            .await,
+        );
         let router = Running::start(pd(&[&p], &[&d])).await;
         let mut short = router.client().await;
         short.send_post("/generate", r#"{"input_ids":[1],"rid":"ep-7::t3"}"#).await;

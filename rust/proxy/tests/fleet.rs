@@ -20,7 +20,8 @@ fn knows_control(answer: fn(&Seen) -> Act) -> impl Fn(&Seen) -> Act + Send + Syn
 #[test]
 fn a_pause_closes_the_gate_and_every_engine_hears_each_call_once() {
     run(async {
-        let (p, d) = (Engine::start(knows_control(prefill_reply)).await, Engine::start(knows_control(decode_reply)).await);
+        let (p, d) =
+            (Engine::start(knows_control(prefill_reply)).await, Engine::start(knows_control(decode_reply)).await);
         let router = Running::start(pd(&[&p], &[&d])).await;
         let got = router.post("/pause_generation", r#"{"mode":"retract"}"#).await;
         assert_eq!((got.status, got.json()["workers"].as_array().map(Vec::len)), (200, Some(2)));
@@ -41,7 +42,14 @@ fn a_pause_closes_the_gate_and_every_engine_hears_each_call_once() {
         let got = router.post("/flush_cache", "").await;
         assert_eq!(got.status, 400);
         let lines = got.json()["workers"].clone();
-        assert!(lines.as_array().unwrap().iter().any(|l| l["status"] == 400 && l["body"]["message"] == "queue is not empty"), "{lines}");
+        assert!(
+            lines
+                .as_array()
+                .unwrap()
+                .iter()
+                .any(|l| l["status"] == 400 && l["body"]["message"] == "queue is not empty"),
+            "{lines}"
+        );
         assert!(p.legs().is_empty() && d.legs().is_empty(), "a paused fleet was sent something");
         assert_eq!(router.post("/continue_generation", "{}").await.status, 200);
         for mut client in waiting {
@@ -66,10 +74,12 @@ fn a_pd_router_without_workers_answers_503_and_takes_them_as_they_come() {
         assert_eq!(router.get("/readiness").await.status, 503);
         let got = router.post("/generate", BODY).await;
         assert_eq!((got.status, got.code().as_str()), (503, "no_available_workers"));
-        let (p, d) = (Engine::start(knows_control(prefill_reply)).await, Engine::start(knows_control(decode_reply)).await);
+        let (p, d) =
+            (Engine::start(knows_control(prefill_reply)).await, Engine::start(knows_control(decode_reply)).await);
         let mut ids = Vec::new();
         for (engine, role) in [(&p, "prefill"), (&d, "decode")] {
-            let body = json!({"url": format!("{}/", engine.url()), "worker_type": role, "bootstrap_port": 8998}).to_string();
+            let body =
+                json!({"url": format!("{}/", engine.url()), "worker_type": role, "bootstrap_port": 8998}).to_string();
             let got = router.post("/workers", &body).await;
             assert_eq!(got.status, 202);
             let again = router.post("/workers", &body).await;

@@ -8,11 +8,14 @@ use serde_json::{Value, json};
 
 const BODY: &str = r#"{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}, "stream": false}"#;
 /// Fields that no strict parser takes and every engine does.
-const ODD: &str = r#"{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}, "future": {"a": [1e400, "\ud83d"]}}"#;
+const ODD: &str =
+    r#"{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}, "future": {"a": [1e400, "\ud83d"]}}"#;
 
 fn info(dp: u16) -> impl Fn(&Seen) -> Act + Send + Sync {
     move |seen| match seen.path.as_str() {
-        "/server_info" => Act::Send(reply(200, &json!({"dp_size": dp, "version": "0.5.23", "page_size": 1}).to_string())),
+        "/server_info" => {
+            Act::Send(reply(200, &json!({"dp_size": dp, "version": "0.5.23", "page_size": 1}).to_string()))
+        }
         _ => Act::Hold,
     }
 }
@@ -20,7 +23,10 @@ fn info(dp: u16) -> impl Fn(&Seen) -> Act + Send + Sync {
 /// A prefill engine of `dp` ranks that answers generation by `script`.
 async fn engine(dp: u16, script: impl Fn(&Seen) -> Act + Send + Sync + 'static) -> Engine {
     let about = info(dp);
-    Engine::start(move |seen| if seen.method == "POST" && seen.path != "/abort_request" { script(seen) } else { about(seen) }).await
+    Engine::start(
+        move |seen| if seen.method == "POST" && seen.path != "/abort_request" { script(seen) } else { about(seen) },
+    )
+    .await
 }
 
 #[test]
@@ -36,7 +42,8 @@ fn both_legs_carry_one_room_that_names_the_prefill_rank_and_their_own_ranks() {
         assert_eq!((ps.len(), ds.len()), (60, 60));
         let mut rooms = std::collections::HashSet::new();
         for (p_leg, d_leg) in ps.iter().zip(&ds) {
-            let (p_text, d_text) = (String::from_utf8_lossy(&p_leg.body).into_owned(), String::from_utf8_lossy(&d_leg.body).into_owned());
+            let (p_text, d_text) =
+                (String::from_utf8_lossy(&p_leg.body).into_owned(), String::from_utf8_lossy(&d_leg.body).into_owned());
             let room = |text: &str| {
                 let at = text.find("\"bootstrap_room\":").unwrap() + 17;
                 text[at..].chars().take_while(char::is_ascii_digit).collect::<String>()
@@ -46,8 +53,14 @@ fn both_legs_carry_one_room_that_names_the_prefill_rank_and_their_own_ranks() {
             let number: u64 = p_room.parse().unwrap();
             assert!((1..1 << 63).contains(&number) && rooms.insert(number));
             for text in [&p_text, &d_text] {
-                assert!(text.contains(r#""future": {"a": [1e400, "\ud83d"]}"#), "bytes that are not the router's changed: {text}");
-                assert!(text.contains(r#""bootstrap_host":"127.0.0.1""#) && text.contains(r#""bootstrap_port":8998"#), "{text}");
+                assert!(
+                    text.contains(r#""future": {"a": [1e400, "\ud83d"]}"#),
+                    "bytes that are not the router's changed: {text}"
+                );
+                assert!(
+                    text.contains(r#""bootstrap_host":"127.0.0.1""#) && text.contains(r#""bootstrap_port":8998"#),
+                    "{text}"
+                );
             }
             let field = |text: &str, name: &str| -> Option<u64> {
                 let at = text.find(&format!("\"{name}\":"))? + name.len() + 3;
@@ -108,10 +121,13 @@ fn a_failed_attempt_is_tried_again_as_a_whole_with_a_new_room_and_new_ids() {
                 return Act::Hold;
             }
             // The first attempt's prefill waits for a decode that never comes.
-            Act::Paced(vec![(Duration::from_millis(200), match prefill_reply(seen) {
-                Act::Send(bytes) => bytes,
-                _ => unreachable!(),
-            })])
+            Act::Paced(vec![(
+                Duration::from_millis(200),
+                match prefill_reply(seen) {
+                    Act::Send(bytes) => bytes,
+                    _ => unreachable!(),
+                },
+            )])
         })
         .await;
         let d0 = Engine::start(|seen: &Seen| match seen.path.as_str() {
@@ -127,8 +143,11 @@ fn a_failed_attempt_is_tried_again_as_a_whole_with_a_new_room_and_new_ids() {
         }
         let failed = d0.legs().len();
         assert!(failed >= 1, "the failing engine was never chosen");
-        let ids: Vec<(String, String)> =
-            p.legs().iter().map(|l| (l.json()["rid"].as_str().unwrap().to_owned(), l.json()["bootstrap_room"].to_string())).collect();
+        let ids: Vec<(String, String)> = p
+            .legs()
+            .iter()
+            .map(|l| (l.json()["rid"].as_str().unwrap().to_owned(), l.json()["bootstrap_room"].to_string()))
+            .collect();
         assert_eq!(ids.len(), 12 + failed);
         for (at, a) in ids.iter().enumerate() {
             for b in &ids[at + 1..] {
@@ -163,7 +182,11 @@ fn a_reused_connection_that_dies_is_replaced_once_and_no_client_sees_it() {
                     return Act::Hold;
                 }
                 let reused = last.lock().replace(seen.connection) == Some(seen.connection);
-                if reused && count.fetch_add(1, std::sync::atomic::Ordering::Relaxed) % 2 == 0 { Act::Reset } else { answer(seen) }
+                if reused && count.fetch_add(1, std::sync::atomic::Ordering::Relaxed) % 2 == 0 {
+                    Act::Reset
+                } else {
+                    answer(seen)
+                }
             }
         };
         let (p, d) = (Engine::start(flaky(prefill_reply)).await, Engine::start(flaky(decode_reply)).await);
@@ -198,7 +221,8 @@ fn a_refused_connect_takes_the_engine_out_at_once_and_its_return_is_a_new_genera
         let retries = router.app.metrics.retries.get(r3router_proxy::metrics::LegResult::Connect as usize);
         assert!(retries <= 1, "{retries} connects to a dead engine");
         let again = Engine::start_on(&address, decode_or_info).await;
-        until("it is back", || router.app.registry.find(&d0.url()).unwrap().active().is_some_and(|w| w.id != before)).await;
+        until("it is back", || router.app.registry.find(&d0.url()).unwrap().active().is_some_and(|w| w.id != before))
+            .await;
         until_served(&router, &again).await;
         router.zero().await;
         router.stop().await;
@@ -263,7 +287,10 @@ fn nothing_delivered_in_time_is_504_and_both_legs_are_aborted() {
         assert_eq!((got.status, got.code().as_str()), (504, "delivery_timeout"));
         assert_eq!(got.json()["error"]["limit"], json!(0.3));
         until("both are aborted", || p.aborts().len() == 2 && d.aborts().len() == 2).await;
-        until("both are closed", || p.closed(p.legs()[0].connection).is_some() && d.closed(d.legs()[0].connection).is_some()).await;
+        until("both are closed", || {
+            p.closed(p.legs()[0].connection).is_some() && d.closed(d.legs()[0].connection).is_some()
+        })
+        .await;
         assert_eq!(p.legs().len(), 1, "a deadline is not tried again");
         let in_transfer = || {
             let ranks = router.app.gate.snapshot().ranks;
@@ -306,7 +333,8 @@ fn n_samples_are_n_pairs_and_one_that_fails_ends_the_others() {
         let got = router.post("/generate", body).await;
         assert_eq!(got.status, 200, "{}", got.text());
         assert_eq!(got.json().as_array().map(Vec::len), Some(4));
-        let rooms: std::collections::HashSet<String> = d.legs().iter().map(|l| l.json()["bootstrap_room"].to_string()).collect();
+        let rooms: std::collections::HashSet<String> =
+            d.legs().iter().map(|l| l.json()["bootstrap_room"].to_string()).collect();
         assert_eq!(rooms.len(), 4);
         assert!(d.legs().iter().all(|l| l.json()["sampling_params"].get("n").is_none_or(|n| n == &Value::from(1))));
         router.zero().await;
@@ -314,7 +342,9 @@ fn n_samples_are_n_pairs_and_one_that_fails_ends_the_others() {
         // The third is refused, the others would wait for ever.
         let count = std::sync::atomic::AtomicUsize::new(0);
         d.script(move |seen: &Seen| match seen.path.as_str() {
-            "/generate" if count.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 2 => Act::Send(reply(400, r#"{"detail":"no"}"#)),
+            "/generate" if count.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 2 => {
+                Act::Send(reply(400, r#"{"detail":"no"}"#))
+            }
             _ => Act::Hold,
         });
         p.script(|_| Act::Hold);
@@ -322,7 +352,8 @@ fn n_samples_are_n_pairs_and_one_that_fails_ends_the_others() {
         assert_eq!((got.status, got.text().as_str()), (400, r#"{"detail":"no"}"#));
         router.zero().await;
         let open: Vec<String> = d.legs()[4..].iter().map(|l| l.json()["rid"].as_str().unwrap().to_owned()).collect();
-        until("the others are aborted", || open.iter().filter(|r| d.aborts().contains(r)).count() >= open.len() - 1).await;
+        until("the others are aborted", || open.iter().filter(|r| d.aborts().contains(r)).count() >= open.len() - 1)
+            .await;
         router.stop().await;
     });
 }

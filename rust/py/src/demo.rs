@@ -14,7 +14,8 @@ pub(crate) fn demo_options() -> PyResult<String> {
 #[pyfunction]
 pub(crate) fn demo(py: Python<'_>, options: &str) -> PyResult<bool> {
     let options: DemoOptions = serde_json::from_str(options).map_err(|e| SettingsError::new_err(e.to_string()))?;
-    let report = py.detach(|| run(&options, |line| println!("{line}"))).map_err(|e| RunError::new_err(e.to_string()))?;
+    let report =
+        py.detach(|| run(&options, |line| println!("{line}"))).map_err(|e| RunError::new_err(e.to_string()))?;
     println!("\n{}", report.table());
     Ok(report.holds())
 }

@@ -98,7 +98,11 @@ fn reply(plan: &BackendPlan, first: usize) -> Bytes {
         String::new()
     };
     let ids: Vec<String> = (0..output).map(|n| n.to_string()).collect();
-    let finish = if prefill { r#"{"type":"length","length":0}"#.to_owned() } else { format!(r#"{{"type":"length","length":{output}}}"#) };
+    let finish = if prefill {
+        r#"{"type":"length","length":0}"#.to_owned()
+    } else {
+        format!(r#"{{"type":"length","length":{output}}}"#)
+    };
     let body = format!(
         r#"{{"text":"benchmark","output_ids":[{}],"meta_info":{{"id":"b","finish_reason":{finish},"prompt_tokens":{},"weight_version":"default","total_retractions":0,"completion_tokens":{output},"cached_tokens":0{r3},"dp_rank":0,"e2e_latency":0.01}}}}"#,
         ids.join(","),
@@ -108,7 +112,10 @@ fn reply(plan: &BackendPlan, first: usize) -> Bytes {
 }
 
 fn wire(status: &str, body: &str) -> Bytes {
-    Bytes::from(format!("HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len()))
+    Bytes::from(format!(
+        "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    ))
 }
 
 fn prepare(plan: BackendPlan) -> Replies {
@@ -118,7 +125,13 @@ fn prepare(plan: BackendPlan) -> Replies {
     );
     let route = r#"{"attn_tp_size":1,"attn_cp_size":1,"dp_size":1,"pp_size":1,"page_size":64,"kv_cache_dtype":"bfloat16","follow_bootstrap_room":true,"decode_allocation_policy":"early"}"#;
     let first_of_tail = if plan.role == "decode" { plan.prompt_tokens } else { 0 };
-    Replies { full: reply(&plan, 0), tail: reply(&plan, first_of_tail), info: wire("200 OK", &info), route: wire("200 OK", route), plan }
+    Replies {
+        full: reply(&plan, 0),
+        tail: reply(&plan, first_of_tail),
+        info: wire("200 OK", &info),
+        route: wire("200 OK", route),
+        plan,
+    }
 }
 
 async fn accept(listener: TcpListener, replies: Arc<Replies>) {
@@ -160,7 +173,10 @@ async fn connection(mut stream: TcpStream, replies: &Replies) -> io::Result<()> 
 
 pub(super) fn content_length(head: &[u8]) -> usize {
     let head = String::from_utf8_lossy(head).to_ascii_lowercase();
-    head.split("\r\n").find_map(|line| line.strip_prefix("content-length:")).and_then(|value| value.trim().parse().ok()).unwrap_or(0)
+    head.split("\r\n")
+        .find_map(|line| line.strip_prefix("content-length:"))
+        .and_then(|value| value.trim().parse().ok())
+        .unwrap_or(0)
 }
 
 fn choose(head: &[u8], body: &[u8], replies: &Replies) -> Bytes {
@@ -181,7 +197,10 @@ fn choose(head: &[u8], body: &[u8], replies: &Replies) -> Bytes {
 fn start_len(body: &[u8]) -> usize {
     let name = br#""routed_experts_start_len":"#;
     let Some(at) = memchr::memmem::rfind(body, name) else { return 0 };
-    body[at + name.len()..].iter().take_while(|byte| byte.is_ascii_digit()).fold(0, |value, byte| value * 10 + usize::from(byte - b'0'))
+    body[at + name.len()..]
+        .iter()
+        .take_while(|byte| byte.is_ascii_digit())
+        .fold(0, |value, byte| value * 10 + usize::from(byte - b'0'))
 }
 
 #[cfg(test)]

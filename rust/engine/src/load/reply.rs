@@ -50,8 +50,13 @@ impl ReplyReader {
                     let before = self.head.len();
                     self.head.extend_from_slice(bytes);
                     let from = before.saturating_sub(3);
-                    let Some(end) = memchr::memmem::find(&self.head[from..], b"\r\n\r\n").map(|at| from + at + 4) else {
-                        return if self.head.len() > MAX_HEAD { Err(bad("the reply's head is too long")) } else { Ok(None) };
+                    let Some(end) = memchr::memmem::find(&self.head[from..], b"\r\n\r\n").map(|at| from + at + 4)
+                    else {
+                        return if self.head.len() > MAX_HEAD {
+                            Err(bad("the reply's head is too long"))
+                        } else {
+                            Ok(None)
+                        };
                     };
                     bytes = &bytes[end - before..];
                     self.head.truncate(end);
@@ -74,8 +79,10 @@ impl ReplyReader {
                         }
                         b'\r' => {}
                         digit => {
-                            let value = (digit as char).to_digit(16).ok_or_else(|| bad("a chunk size is not hexadecimal"))?;
-                            *size = size.checked_mul(16).ok_or_else(|| bad("a chunk size is too large"))? + u64::from(value);
+                            let value =
+                                (digit as char).to_digit(16).ok_or_else(|| bad("a chunk size is not hexadecimal"))?;
+                            *size = size.checked_mul(16).ok_or_else(|| bad("a chunk size is too large"))?
+                                + u64::from(value);
                         }
                     }
                 }

@@ -79,7 +79,8 @@ impl Engine {
     }
 
     pub async fn start_on(address: &str, script: impl Fn(&Seen) -> Act + Send + Sync + 'static) -> Self {
-        let socket = if address.starts_with('[') { tokio::net::TcpSocket::new_v6() } else { tokio::net::TcpSocket::new_v4() };
+        let socket =
+            if address.starts_with('[') { tokio::net::TcpSocket::new_v6() } else { tokio::net::TcpSocket::new_v4() };
         let socket = socket.unwrap();
         socket.set_reuseaddr(true).unwrap();
         socket.bind(address.parse().unwrap()).unwrap();
@@ -179,7 +180,10 @@ async fn connection(mut stream: TcpStream, number: usize, log: Arc<Mutex<Log>>, 
             Act::UntilAborted(bytes) => {
                 let rid = seen.json()["rid"].as_str().unwrap_or("").to_owned();
                 let aborted = || {
-                    log.lock().seen.iter().any(|s| s.path == "/abort_request" && s.json()["rid"].as_str() == Some(rid.as_str()))
+                    log.lock()
+                        .seen
+                        .iter()
+                        .any(|s| s.path == "/abort_request" && s.json()["rid"].as_str() == Some(rid.as_str()))
                 };
                 if until_closed(&mut stream, aborted).await || stream.write_all(&bytes).await.is_err() {
                     break;
@@ -276,7 +280,10 @@ pub struct Running {
 pub fn pd(prefill: &[&Engine], decode: &[&Engine]) -> Settings {
     Settings {
         pd_disaggregation: true,
-        prefill: prefill.iter().map(|e| PrefillWorker { url: WorkerUrl(e.url()), bootstrap_port: Some(8998) }).collect(),
+        prefill: prefill
+            .iter()
+            .map(|e| PrefillWorker { url: WorkerUrl(e.url()), bootstrap_port: Some(8998) })
+            .collect(),
         decode: decode.iter().map(|e| WorkerUrl(e.url())).collect(),
         ..base()
     }
@@ -477,7 +484,10 @@ pub fn run(test: impl Future<Output = ()>) {
 
 /// A prefill reply of `/generate`.
 pub fn prefill_reply(_: &Seen) -> Act {
-    Act::Send(reply(200, r#"{"text":"x","meta_info":{"id":"p","finish_reason":{"type":"length","length":0},"prompt_tokens":3,"completion_tokens":1}}"#))
+    Act::Send(reply(
+        200,
+        r#"{"text":"x","meta_info":{"id":"p","finish_reason":{"type":"length","length":0},"prompt_tokens":3,"completion_tokens":1}}"#,
+    ))
 }
 
 /// A decode reply of `/generate`.

@@ -30,7 +30,8 @@ async fn text(merged: Merged) -> String {
 #[tokio::test]
 async fn a_generate_batch_is_a_list_in_order() {
     let arena = Arena::new(1 << 20);
-    let cases: Vec<Case> = (1..=3).map(|row| Case { row, prompt: 4 + row, output: row, ..Case::new(Place::Meta) }).collect();
+    let cases: Vec<Case> =
+        (1..=3).map(|row| Case { row, prompt: 4 + row, output: row, ..Case::new(Place::Meta) }).collect();
     let mut replies = Vec::new();
     for case in &cases {
         replies.push(merged(case, &arena).await);
@@ -63,7 +64,10 @@ async fn choices_have_their_index_and_their_own_rows_and_usage_is_summed() {
         let joined = join_json(replies, &facts(body, route)).unwrap();
         let got: Value = serde_json::from_str(&text(joined).await).unwrap();
         let prompts = if samples == 3 { 5 } else { 15 };
-        assert_eq!(got["usage"], json!({"prompt_tokens": prompts, "completion_tokens": 9, "total_tokens": prompts + 9}));
+        assert_eq!(
+            got["usage"],
+            json!({"prompt_tokens": prompts, "completion_tokens": 9, "total_tokens": prompts + 9})
+        );
         assert_eq!(got["choices"].as_array().unwrap().len(), 3);
         for (i, case) in cases.iter().enumerate() {
             let choice = &got["choices"][i];
@@ -147,7 +151,9 @@ async fn streams_of_a_batch_carry_the_index_and_one_end_mark() {
 async fn chat_streams_share_usage_and_say_whose_rows_are_whose() {
     let stream = |n: usize| {
         events(&[
-            format!(r#"{{"id":"{n}","choices":[{{"index":0,"delta":{{"role":"assistant","content":""}}}}],"usage":null}}"#),
+            format!(
+                r#"{{"id":"{n}","choices":[{{"index":0,"delta":{{"role":"assistant","content":""}}}}],"usage":null}}"#
+            ),
             format!(r#"{{"id":"{n}","choices":[{{"delta":{{"content":"x{n}"}},"index":0}}]}}"#),
             format!(r#"{{"id":"{n}","choices":[],"sglext":{{"routed_experts":"{n}{}"}}}}"#, "A".repeat(200_000)),
             format!(
@@ -191,7 +197,9 @@ async fn merged_streams_join() {
     let event = |payload: &str| case.reply(3, Some(&Case::quoted(payload)), "d");
     let decode = events(&[event(&case.decode_payload()), "[DONE]".into()]);
     let streams = (0..2)
-        .map(|_| merge_sse(Chunks::of(decode.as_bytes(), 9), prefill_part_of(&case, &arena), case.plan(), arena.clone()))
+        .map(|_| {
+            merge_sse(Chunks::of(decode.as_bytes(), 9), prefill_part_of(&case, &arena), case.plan(), arena.clone())
+        })
         .collect();
     let facts = facts(r#"{"text":"a","sampling_params":{"n":2},"stream":true}"#, Route::Generate);
     let got = String::from_utf8(all(join_sse(streams, &facts)).await).unwrap();

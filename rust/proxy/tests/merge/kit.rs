@@ -134,9 +134,11 @@ impl Case {
     /// A reply with `payload` (the whole JSON value, or "" for none) at the case's place.
     pub(crate) fn reply(&self, output: usize, payload: Option<&str>, text: &str) -> String {
         let p = self.prompt;
-        let member =
-            |comma: &str| payload.map_or_else(String::new, |v| format!("{comma}\"routed_experts\":{v}{}", self.dtype_member()));
-        let usage = format!(r#""usage":{{"prompt_tokens":{p},"total_tokens":{},"completion_tokens":{output}}}"#, p + output);
+        let member = |comma: &str| {
+            payload.map_or_else(String::new, |v| format!("{comma}\"routed_experts\":{v}{}", self.dtype_member()))
+        };
+        let usage =
+            format!(r#""usage":{{"prompt_tokens":{p},"total_tokens":{},"completion_tokens":{output}}}"#, p + output);
         let meta = format!(
             r#"{{"id":"r","finish_reason":{{"type":"length","length":{output}}},"prompt_tokens":{p},"num_retractions":0,"completion_tokens":{output},"cached_tokens":2{},"dp_rank":1}}"#,
             member(",")
@@ -151,7 +153,9 @@ impl Case {
                 r#"{{"id":"r","choices":[{{"index":0,"message":{{"role":"assistant","content":"{text}"}},"finish_reason":"length"}}],{usage}{ext}}}"#
             ),
             Place::Completions => {
-                format!(r#"{{"id":"r","choices":[{{"index":0,"text":"{text}","finish_reason":"length"}}],{usage}{ext}}}"#)
+                format!(
+                    r#"{{"id":"r","choices":[{{"index":0,"text":"{text}","finish_reason":"length"}}],{usage}{ext}}}"#
+                )
             }
         }
     }
@@ -193,7 +197,8 @@ pub(crate) async fn prefill_part(reply: &str, plan: &Plan, arena: &Arena, chunk:
 pub(crate) async fn merge(prefill: &str, decode: &str, plan: &Plan, chunk: usize) -> Result<Done, Error> {
     let arena = Arena::new(64 << 20);
     let part = prefill_part(prefill, plan, &arena, chunk);
-    let merged = merge_json(Chunks::of(decode.as_bytes(), chunk), Some(decode.len() as u64), part, plan, &arena).await?;
+    let merged =
+        merge_json(Chunks::of(decode.as_bytes(), chunk), Some(decode.len() as u64), part, plan, &arena).await?;
     let (length, account, held) = (merged.content_length(), merged.account, arena.used());
     let bytes = all(merged).await;
     assert_eq!(bytes.len() as u64, length, "content-length");

@@ -57,11 +57,15 @@ fn generate(case: &Case, payload: &str) -> String {
 fn openai(case: &Case, payload: &str, usage: bool) -> String {
     let head = r#""id":"r","object":"x","created":1,"#;
     let delta = |n: usize, finish: &str| {
-        format!(r#"{{{head}"choices":[{{"index":0,"delta":{{"content":"{n}"}},"finish_reason":{finish}}}],"usage":null}}"#)
+        format!(
+            r#"{{{head}"choices":[{{"index":0,"delta":{{"content":"{n}"}},"finish_reason":{finish}}}],"usage":null}}"#
+        )
     };
     let ext = format!(r#"{{{head}"choices":[],"usage":null,"sglext":{{"routed_experts":"{payload}"}}}}"#);
-    let total =
-        format!(r#"{{{head}"choices":[],"usage":{{"prompt_tokens":{},"completion_tokens":{}}}}}"#, case.prompt, case.output);
+    let total = format!(
+        r#"{{{head}"choices":[],"usage":{{"prompt_tokens":{},"completion_tokens":{}}}}}"#,
+        case.prompt, case.output
+    );
     let (one, two) = (delta(1, "null"), delta(2, r#""length""#));
     let mut list = vec![one.as_str(), &two, &ext];
     if usage {
@@ -158,7 +162,9 @@ async fn prompt_logprobs_stand_in_every_event_that_has_them_as_one_engine_sends_
 async fn echoed_logprobs_stand_in_the_first_event_only() {
     let plan = Plan { routed_experts: false, logprobs: true, ..Case::new(Place::Completions).plan() };
     let event = |tokens: &str, values: &str| {
-        format!(r#"{{"choices":[{{"index":0,"text":"t","logprobs":{{"tokens":{tokens},"token_logprobs":{values}}}}}]}}"#)
+        format!(
+            r#"{{"choices":[{{"index":0,"text":"t","logprobs":{{"tokens":{tokens},"token_logprobs":{values}}}}}]}}"#
+        )
     };
     let prefill = event(r#"["a","b","c"]"#, "[null,-1,-2]").replace("}]}", r#"}],"usage":{"completion_tokens":1}}"#);
     let decode = events(&[&event(r#"["c"]"#, "[-2]"), &event(r#"["d"]"#, "[-3]"), "[DONE]"]);
@@ -183,7 +189,10 @@ async fn a_failure_is_one_error_event_and_the_end() {
     let out = stream(&case.prefill(), &without, &case.plan(), 64).await;
     let (n, error) = error_in(&out.text);
     assert_eq!((n, &error["error"]["code"]), (4, &Value::from("r3_mismatch")));
-    assert!(out.text.starts_with(without.split_once("data: [DONE]\n\n").unwrap().0) && !out.text.contains("data: [DONE]\n\n"));
+    assert!(
+        out.text.starts_with(without.split_once("data: [DONE]\n\n").unwrap().0)
+            && !out.text.contains("data: [DONE]\n\n")
+    );
     assert_eq!(out.error.unwrap().source, Source::Decode);
     // One row too few.
     let short = Case { output: 2, ..case.clone() };
