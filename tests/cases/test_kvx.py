@@ -105,7 +105,12 @@ async def test_kvx_1_with_four_megabytes_of_routing_in_every_reply(lab: Lab, ign
         good += 1
 
     bodies = long_bodies(
-        CALLS, prompt=PROMPT + 1000, shared=SHARED, return_logprob=True, return_routed_experts=True, sampling_params={"max_new_tokens": 2048}
+        CALLS,
+        prompt=PROMPT + 1000,
+        shared=SHARED,
+        return_logprob=True,
+        return_routed_experts=True,
+        sampling_params={"max_new_tokens": 2048},
     )
     await asyncio.gather(*(call(body) for body in bodies))
     assert good == CALLS

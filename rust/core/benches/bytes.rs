@@ -34,12 +34,15 @@ fn main() {
         return rows();
     }
     let ids: Vec<String> = (0..57_000).map(|i| ((i * 7919) % 150_000).to_string()).collect();
-    let sampling =
-        r#""sampling_params":{"max_new_tokens":2048,"temperature":1.0},"return_logprob":true,"return_routed_experts":true"#;
+    let sampling = r#""sampling_params":{"max_new_tokens":2048,"temperature":1.0},"return_logprob":true,"return_routed_experts":true"#;
     for (name, route, body) in [
         ("small /generate", Route::Generate, format!(r#"{{"input_ids":[1,2,3,4,5,6,7,8],{sampling},"stream":false}}"#)),
         ("/generate, 57k ids", Route::Generate, format!(r#"{{"input_ids":[{}],{sampling}}}"#, ids.join(","))),
-        ("/generate, 57k ids, spaced", Route::Generate, format!(r#"{{"input_ids": [{}], {sampling}}}"#, ids.join(", "))),
+        (
+            "/generate, 57k ids, spaced",
+            Route::Generate,
+            format!(r#"{{"input_ids": [{}], {sampling}}}"#, ids.join(", ")),
+        ),
         (
             "chat, 1 MB of text",
             Route::Chat,
@@ -60,13 +63,18 @@ fn main() {
             ..Owned::default()
         };
         speed(&format!("splice {name}"), bytes.len(), best(|| drop(black_box(splice(&bytes, &facts, &owned)))));
-        speed(&format!("prefix hashes {name}"), bytes.len(), best(|| drop(black_box(prefix_hashes(&bytes, &facts, 0)))));
+        speed(
+            &format!("prefix hashes {name}"),
+            bytes.len(),
+            best(|| drop(black_box(prefix_hashes(&bytes, &facts, 0)))),
+        );
     }
     rows();
 }
 
 fn rows() {
-    let numbers: Vec<u8> = (0..8_000_000u32).flat_map(|i| (i.wrapping_mul(2_654_435_761) >> 24).to_le_bytes()).collect();
+    let numbers: Vec<u8> =
+        (0..8_000_000u32).flat_map(|i| (i.wrapping_mul(2_654_435_761) >> 24).to_le_bytes()).collect();
     let text = base64_simd::STANDARD.encode_to_string(&numbers);
     let mut held = vec![0; numbers.len() / 4];
     let secs = best(|| {
@@ -119,8 +127,10 @@ fn rows() {
         }
     });
     speed("find the payload in a reply", reply.len(), secs);
-    let logprobs =
-        format!(r#"{{"meta_info":{{"output_token_logprobs":[{}]}}}}"#, vec!["[-0.123456789,12345,null]"; 40_000].join(","));
+    let logprobs = format!(
+        r#"{{"meta_info":{{"output_token_logprobs":[{}]}}}}"#,
+        vec!["[-0.123456789,12345,null]"; 40_000].join(",")
+    );
     let secs = best(|| {
         let mut extract = Extract::new(Wanted { routed_experts: true, indexer_topk: false });
         let mut part = logprobs.as_bytes();
@@ -130,7 +140,8 @@ fn rows() {
     });
     speed("pass over 40k logprobs", logprobs.len(), secs);
     let secs = best(|| {
-        let outline = r3router_core::r3::outline::Outline::read(logprobs.as_bytes(), r3router_core::error::Source::Decode);
+        let outline =
+            r3router_core::r3::outline::Outline::read(logprobs.as_bytes(), r3router_core::error::Source::Decode);
         drop(black_box(outline));
     });
     speed("outline of 40k logprobs", logprobs.len(), secs);

@@ -45,7 +45,8 @@ fn resident() -> f64 {
 }
 
 fn reply(rows: usize, output: usize, row: usize) -> Bytes {
-    let numbers: Vec<u8> = (0..rows * row).flat_map(|i| (((i * 2_654_435_761) >> 11) as u32 & 0xff).to_le_bytes()).collect();
+    let numbers: Vec<u8> =
+        (0..rows * row).flat_map(|i| (((i * 2_654_435_761) >> 11) as u32 & 0xff).to_le_bytes()).collect();
     let text = base64_simd::STANDARD.encode_to_string(numbers);
     Bytes::from(format!(
         r#"{{"text":"t","meta_info":{{"id":"r","finish_reason":{{"type":"stop"}},"prompt_tokens":{PROMPT},"num_retractions":0,"completion_tokens":{output},"routed_experts":"{text}","dp_rank":0}}}}"#
@@ -73,7 +74,8 @@ async fn main() {
         ("text, decode sends the prompt's rows too", ROW, 0, Hold::Text),
     ] {
         let (p, d) = (reply(PROMPT, 1, row), reply(PROMPT + OUTPUT - 1 - decode_start, OUTPUT, row));
-        let plan = Plan { routed_experts: true, decode_start: decode_start as u32, hold, ..Plan::relay(Route::Generate) };
+        let plan =
+            Plan { routed_experts: true, decode_start: decode_start as u32, hold, ..Plan::relay(Route::Generate) };
         let arena = Arena::new(1 << 30);
         let mut best = [f64::MAX; 3];
         let (mut held, mut grown, mut out) = (0, 0.0, 0);

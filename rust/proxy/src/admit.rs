@@ -291,8 +291,8 @@ impl Gate {
     /// Calls the admission whenever time alone makes a decision possible. Runs until it is dropped.
     pub async fn run_timer(&self) {
         loop {
-            let due = self.change(|_, _| ());
-            let () = due;
+            self.change(|_, _| ());
+            let () = ();
             let next = self.inner.lock().due;
             match next {
                 Some(at) => {

@@ -305,15 +305,12 @@ fn decode_percent(text: &str) -> String {
     let mut at = 0;
     while let Some(&byte) = bytes.get(at) {
         let pair = bytes.get(at + 1..at + 3).and_then(|p| std::str::from_utf8(p).ok());
-        match (byte, pair.and_then(|p| u8::from_str_radix(p, 16).ok())) {
-            (b'%', Some(value)) => {
-                out.push(value);
-                at += 3;
-            }
-            _ => {
-                out.push(byte);
-                at += 1;
-            }
+        if let (b'%', Some(value)) = (byte, pair.and_then(|p| u8::from_str_radix(p, 16).ok())) {
+            out.push(value);
+            at += 3;
+        } else {
+            out.push(byte);
+            at += 1;
         }
     }
     String::from_utf8_lossy(&out).into_owned()

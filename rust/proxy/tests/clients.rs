@@ -1,4 +1,5 @@
 //! What clients do: leave at any moment, send too much, stream, abort by their own ids.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::format_collect, clippy::unused_async)]
 #![allow(missing_docs)]
 mod common;
 use std::time::{Duration, Instant};

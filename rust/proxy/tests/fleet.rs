@@ -1,4 +1,5 @@
 //! Workers that come, go and are controlled.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::format_collect, clippy::unused_async)]
 #![allow(missing_docs)]
 mod common;
 use std::time::Duration;

@@ -1,4 +1,5 @@
 //! The two legs of an attempt: what they carry, and how one that fails ends the other.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::format_collect, clippy::unused_async)]
 #![allow(missing_docs)]
 mod common;
 use std::time::{Duration, Instant};
@@ -182,7 +183,7 @@ fn a_reused_connection_that_dies_is_replaced_once_and_no_client_sees_it() {
                     return Act::Hold;
                 }
                 let reused = last.lock().replace(seen.connection) == Some(seen.connection);
-                if reused && count.fetch_add(1, std::sync::atomic::Ordering::Relaxed) % 2 == 0 {
+                if reused && count.fetch_add(1, std::sync::atomic::Ordering::Relaxed).is_multiple_of(2) {
                     Act::Reset
                 } else {
                     answer(seen)

@@ -122,7 +122,7 @@ pub(super) fn params(c: &mut Cursor<'_>) -> Result<Params, Fault> {
                 p.n = value.map(|v| (span, v));
             }
             b"max_new_tokens" => {
-                p.max_new_tokens = Some(Limit(count(c, b"sampling_params.max_new_tokens")?.0.map(clip)))
+                p.max_new_tokens = Some(Limit(count(c, b"sampling_params.max_new_tokens")?.0.map(clip)));
             }
             b"beam_width" => p.beams = count(c, b"sampling_params.beam_width")?.0.unwrap_or(0),
             _ => {

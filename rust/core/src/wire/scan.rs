@@ -211,7 +211,7 @@ impl Scan {
             }
             b"max_tokens" if route != Route::Generate => self.max_tokens = count(c, name)?.0.map(clip),
             b"max_completion_tokens" if route == Route::Chat => {
-                self.max_completion_tokens = count(c, name)?.0.map(clip)
+                self.max_completion_tokens = count(c, name)?.0.map(clip);
             }
             b"echo" if route == Route::Completions => self.echo = flag(c, name)?.0,
             b"logprobs" if route == Route::Completions => self.completion_logprobs = count(c, name)?.0.unwrap_or(0) > 0,

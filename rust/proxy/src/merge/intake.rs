@@ -206,7 +206,8 @@ impl Intake {
     }
 
     fn not_base64(&self, name: Name, at: u64) -> Error {
-        let mut e = Error::new(Kind::R3Mismatch, self.source, format!("{} is not base64, near byte {at} of it", name.key()));
+        let mut e =
+            Error::new(Kind::R3Mismatch, self.source, format!("{} is not base64, near byte {at} of it", name.key()));
         e.measured = Some(at as f64);
         self.fault(e)
     }

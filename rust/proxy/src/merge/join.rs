@@ -66,13 +66,17 @@ fn choices(ropes: &[Rope], samples: usize) -> Result<Rope, Error> {
         ropes.iter().zip(&outlines).filter_map(|(r, o)| Some((r, o.elements.first()?))).collect();
     let Some((first, base)) = replies.first().copied() else { return Err(broken("there is no reply")) };
     let Some(list) = base.choices_span else { return Err(broken("the first has no choices")) };
-    let usages: Vec<(&[u8], &Usage)> = replies.iter().filter_map(|(r, e)| Some((&r.text[..], e.usage.as_ref()?))).collect();
+    let usages: Vec<(&[u8], &Usage)> =
+        replies.iter().filter_map(|(r, e)| Some((&r.text[..], e.usage.as_ref()?))).collect();
     if usages.len() != replies.len() {
         return Err(broken("one has no usage"));
     }
     let mut changes = vec![(Span { start: list.start + 1, end: list.end - 1 }, Change::Choices)];
     changes.extend(
-        base.sglext.as_ref().and_then(|e| e.output_ids).map(|s| (Span { start: s.end - 1, end: s.end - 1 }, Change::OutputIds)),
+        base.sglext
+            .as_ref()
+            .and_then(|e| e.output_ids)
+            .map(|s| (Span { start: s.end - 1, end: s.end - 1 }, Change::OutputIds)),
     );
     changes.extend(usages[0].1.figures.iter().map(|f| (f.value, Change::Number(figure(&usages, f, samples)))));
     changes.sort_by_key(|(span, _)| span.start);

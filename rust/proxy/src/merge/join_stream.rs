@@ -210,8 +210,11 @@ where
         let texts: Vec<&Bytes> = self.legs.iter().filter_map(|l| l.usage.as_ref()).collect();
         if !texts.is_empty() && texts.len() == self.legs.len() {
             let outlines: Vec<Outline> = texts.iter().map(|t| Outline::so_far(t)).collect();
-            let usages: Vec<(&[u8], &Usage)> =
-                texts.iter().zip(&outlines).filter_map(|(t, o)| Some((&t[..], o.elements.first()?.usage.as_ref()?))).collect();
+            let usages: Vec<(&[u8], &Usage)> = texts
+                .iter()
+                .zip(&outlines)
+                .filter_map(|(t, o)| Some((&t[..], o.elements.first()?.usage.as_ref()?)))
+                .collect();
             out.extend_from_slice(b"data: ");
             let mut at = 0;
             for f in usages.first().map_or(&[][..], |(_, u)| &u.figures) {

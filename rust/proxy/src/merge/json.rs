@@ -86,10 +86,18 @@ impl<F: Future<Output = Result<PrefillPart, Error>>> Waiting<F> {
 }
 
 /// How the payload that has just started in decode's text is to be read.
-pub(super) fn begin_payload(plan: &Plan, intake: &Intake, from: usize, name: Name, prefill: Option<&PrefillPart>) -> Begin {
+pub(super) fn begin_payload(
+    plan: &Plan,
+    intake: &Intake,
+    from: usize,
+    name: Name,
+    prefill: Option<&PrefillPart>,
+) -> Begin {
     let text = &intake.text[from..];
     let outline = Outline::so_far(text);
-    let Some((i, place)) = place::opened(&outline, name, text.len()) else { return Begin { discard: true, ..Begin::default() } };
+    let Some((i, place)) = place::opened(&outline, name, text.len()) else {
+        return Begin { discard: true, ..Begin::default() };
+    };
     let e = &outline.elements[i];
     let own = place.of(e).filter(|_| place != Place::Ext);
     let seen = Sequence {

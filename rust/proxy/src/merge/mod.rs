@@ -141,7 +141,12 @@ pub struct Account {
 ///
 /// # Errors
 /// `Reset` when the body breaks, `EngineProtocol` when it is not the protocol, `R3Mismatch`, `R3ArenaTooSmall`.
-pub async fn read_prefill<B>(body: B, content_length: Option<u64>, plan: &Plan, arena: &Arena) -> Result<PrefillPart, Error>
+pub async fn read_prefill<B>(
+    body: B,
+    content_length: Option<u64>,
+    plan: &Plan,
+    arena: &Arena,
+) -> Result<PrefillPart, Error>
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::fmt::Display,

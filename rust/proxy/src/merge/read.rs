@@ -10,7 +10,12 @@ use r3router_core::error::{Error, Kind, Source};
 use super::Plan;
 
 /// The next chunk with bytes in it; `None` at the end.
-pub(super) fn poll_next<B>(body: &mut B, cx: &mut Context<'_>, source: Source, plan: &Plan) -> Poll<Result<Option<Bytes>, Error>>
+pub(super) fn poll_next<B>(
+    body: &mut B,
+    cx: &mut Context<'_>,
+    source: Source,
+    plan: &Plan,
+) -> Poll<Result<Option<Bytes>, Error>>
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::fmt::Display,

@@ -176,14 +176,16 @@ fn rows(
         let whole = |rows: Arc<Rows>| Range { rows, from: from / item, items: (until - from) / item };
         match &prefill.held {
             Held::Rows(rows) => spliced.ranges.push(whole(rows.clone())),
-            Held::Text(text) => match TextCut::new(text, from, until).map_err(|e| fault(plan, prefill.name, e.into()))? {
-                Some(cut) => spliced.head = Some(cut),
-                // What is taken does not begin where a quantum does: it has to be encoded anew.
-                None => {
-                    let rows = text.decode(arena, wire).map_err(|e| fault(plan, prefill.name, e))?;
-                    spliced.ranges.push(whole(Arc::new(rows)));
+            Held::Text(text) => {
+                match TextCut::new(text, from, until).map_err(|e| fault(plan, prefill.name, e.into()))? {
+                    Some(cut) => spliced.head = Some(cut),
+                    // What is taken does not begin where a quantum does: it has to be encoded anew.
+                    None => {
+                        let rows = text.decode(arena, wire).map_err(|e| fault(plan, prefill.name, e))?;
+                        spliced.ranges.push(whole(Arc::new(rows)));
+                    }
                 }
-            },
+            }
             Held::Elsewhere(_) => {}
         }
     }
@@ -194,7 +196,9 @@ fn rows(
         let held = wanted.checked_sub(payload.from).map(|bytes| bytes / item);
         let items = cut.decode_rows * per_row;
         match held {
-            Some(from) if from + items <= rows.items() => spliced.ranges.push(Range { rows: rows.clone(), from, items }),
+            Some(from) if from + items <= rows.items() => {
+                spliced.ranges.push(Range { rows: rows.clone(), from, items });
+            }
             _ => {
                 let message = "decode's rows lie where they were not expected after its first bytes";
                 return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message))
@@ -231,7 +235,8 @@ fn reference(
     if let Some(d) = decode
         && shape(d) != shape(prefill)
     {
-        let message = format!("prefill's rows are {:?}, decode's {:?} (layers, experts, dtype)", shape(prefill), shape(d));
+        let message =
+            format!("prefill's rows are {:?}, decode's {:?} (layers, experts, dtype)", shape(prefill), shape(d));
         return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message)));
     }
     let cut = cut(&legs(prefill.dtype.size())).map_err(|e| at(plan, e))?;
@@ -239,7 +244,9 @@ fn reference(
     let row = u64::from(items) * prefill.dtype.size() as u64;
     if cut.row != 0 && cut.row != row {
         let message = "a row of the descriptor's shape is not as wide as its bytes";
-        return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Prefill, message)).with_limit(row as f64, cut.row as f64));
+        return Err(
+            at(plan, Error::new(Kind::R3Mismatch, Source::Prefill, message)).with_limit(row as f64, cut.row as f64)
+        );
     }
     Ok(Outcome::Reference(envelope(plan.start, prefill, decode, &cut), items))
 }
@@ -272,5 +279,6 @@ pub(super) fn missing(plan: &Plan, name: Name, source: Source) -> Error {
 
 fn apart(plan: &Plan, name: Name) -> Error {
     let message = format!("one engine sent {} and the other a reference to it", name.key());
-    at(plan, Error::new(Kind::R3Unsupported, Source::Decode, message)).advise("run the plug-in on all engines or on none")
+    at(plan, Error::new(Kind::R3Unsupported, Source::Decode, message))
+        .advise("run the plug-in on all engines or on none")
 }

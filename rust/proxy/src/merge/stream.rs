@@ -191,9 +191,11 @@ where
         let json = event.json();
         let done = json == b"[DONE]";
         let has = |what: &[u8]| memmem::find(json, what).is_some();
-        let echo = self.plan.logprobs && self.plan.route == Route::Completions && !self.echoed && has(b"\"logprobs\":{");
+        let echo =
+            self.plan.logprobs && self.plan.route == Route::Completions && !self.echoed && has(b"\"logprobs\":{");
         let inputs = self.plan.logprobs && self.plan.route != Route::Completions && has(b"\"input_");
-        let counts = has(b"\"finish_reason\":{") || has(b"\"finish_reason\":\"") || has(b"\"usage\":{") || has(b"\"error\"");
+        let counts =
+            has(b"\"finish_reason\":{") || has(b"\"finish_reason\":\"") || has(b"\"usage\":{") || has(b"\"error\"");
         if !json.is_empty() && !done {
             self.account.events += 1;
         }
@@ -214,8 +216,8 @@ where
             let first = outline.elements.first();
             let output = first.and_then(r3router_core::r3::outline::Element::completion_tokens);
             self.flush(output)?;
-            let usage =
-                first.is_some_and(|e| e.usage.is_some() && e.choices.is_empty() && e.sglext.is_none() && e.meta.is_none());
+            let usage = first
+                .is_some_and(|e| e.usage.is_some() && e.choices.is_empty() && e.sglext.is_none() && e.meta.is_none());
             if usage && self.plan.hide_usage {
                 return Ok(());
             }
@@ -291,8 +293,8 @@ where
     fn waits(&self, event: &Event) -> bool {
         let has = |what: &[u8]| memmem::find(event.json(), what).is_some();
         let held = self.held.is_some();
-        let logprobs =
-            self.plan.logprobs && (has(b"\"input_") || (self.plan.route == Route::Completions && has(b"\"logprobs\":{")));
+        let logprobs = self.plan.logprobs
+            && (has(b"\"input_") || (self.plan.route == Route::Completions && has(b"\"logprobs\":{")));
         held || logprobs || !event.payloads.is_empty()
     }
 

@@ -105,8 +105,9 @@ fn payloads(
     arena: &Arena,
 ) -> Result<(), Error> {
     let e = &reply.outline.elements[i];
-    let mut places: Vec<Place> =
-        Place::all(e).filter(|p| payload(reply.payloads, name, p.of(e).and_then(|m| m.payload(name))).is_some()).collect();
+    let mut places: Vec<Place> = Place::all(e)
+        .filter(|p| payload(reply.payloads, name, p.of(e).and_then(|m| m.payload(name))).is_some())
+        .collect();
     if places.is_empty() {
         if !context.whole || e.error {
             return Ok(());
@@ -246,7 +247,9 @@ fn echo(reply: &Reply<'_>, e: &Element, from: &Element, prefill: &PrefillPart, e
     for (to, from) in e.choices.iter().zip(&from.choices) {
         for own in &to.logprobs {
             let name = &reply.text[own.key.start..own.key.end];
-            let Some(theirs) = from.logprobs.iter().find(|m| &prefill.text[m.key.start..m.key.end] == name) else { continue };
+            let Some(theirs) = from.logprobs.iter().find(|m| &prefill.text[m.key.start..m.key.end] == name) else {
+                continue;
+            };
             let spans = elements(&prefill.text, theirs.value);
             let Some(last) = spans.len().checked_sub(sampled + 1).and_then(|n| spans.get(n)) else { continue };
             let mut put = prefill.text[theirs.value.start + 1..last.end].to_vec();

@@ -77,7 +77,7 @@ pub struct Row {
     pub default: Json,
     /// The default of sglang-router 0.3.2, when the flag exists there.
     pub peer: Option<&'static str>,
-    /// Smallest and largest number, in [`Row::unit`].
+    /// Smallest and largest number, in `Row::unit`.
     pub range: Option<(f64, f64)>,
     /// Taken so that a launch command need not change, and without effect; the help says why.
     pub inert: bool,

@@ -1,4 +1,4 @@
-//! Every setting of the router, declared once in [`table`](self::table) and read from flags, environment, TOML file and defaults.
+//! Every setting of the router, declared once in `table` and read from flags, environment, TOML file and defaults.
 //!
 //! Precedence is flag > `R3ROUTER_*` variable > TOML file > default. Unknown names are refused with the nearest valid one. Command-line
 //! options, the reference page and (later) chart schemas are made from [`rows`], so they cannot drift from what the router reads.

@@ -135,7 +135,10 @@ mod tests {
         let two = arena.charge(5904).unwrap();
         assert_eq!((arena.used(), arena.peak()), (10_000, 10_000));
         let e = arena.map(1).unwrap_err();
-        assert_eq!((e.kind, e.limit, e.measured, e.retryable), (Kind::R3ArenaTooSmall, Some(1e4), Some(14_096.0), true));
+        assert_eq!(
+            (e.kind, e.limit, e.measured, e.retryable),
+            (Kind::R3ArenaTooSmall, Some(1e4), Some(14_096.0), true)
+        );
         drop(one);
         assert_eq!(arena.used(), 5904);
         let mut two = two;

@@ -66,7 +66,10 @@ async fn narrow_dtypes_pass_as_they_are_wherever_they_are_named() {
                     // Named in front of the payload as well as behind it.
                     let front = |reply: String| {
                         let reply = reply.replace(&format!(r#","routed_experts_dtype":"{dtype}""#), "");
-                        reply.replace(r#""routed_experts":"#, &format!(r#""routed_experts_dtype":"{dtype}","routed_experts":"#))
+                        reply.replace(
+                            r#""routed_experts":"#,
+                            &format!(r#""routed_experts_dtype":"{dtype}","routed_experts":"#),
+                        )
                     };
                     let done = merge(&front(case.prefill()), &front(case.decode()), &case.plan(), 11).await.unwrap();
                     assert_eq!(done.text(), front(case.merged()));
@@ -74,8 +77,10 @@ async fn narrow_dtypes_pass_as_they_are_wherever_they_are_named() {
             }
         }
     }
-    let (eight, sixteen) =
-        (Case { dtype: Some("uint8"), ..Case::new(Place::Meta) }, Case { dtype: Some("uint16"), ..Case::new(Place::Meta) });
+    let (eight, sixteen) = (
+        Case { dtype: Some("uint8"), ..Case::new(Place::Meta) },
+        Case { dtype: Some("uint16"), ..Case::new(Place::Meta) },
+    );
     let e = merge(&eight.prefill(), &sixteen.decode(), &eight.plan(), 64).await.err().unwrap();
     assert_eq!((e.kind, e.source), (Kind::R3Mismatch, Source::Decode));
     assert!(e.message.contains("uint8") && e.message.contains("uint16"), "{e}");
@@ -156,7 +161,8 @@ async fn what_does_not_fit_is_an_error_with_counts_and_worker() {
         let e = merge(&case.prefill(), &reply(&tiny.decode_payload()), &named(&case), 64).await.err().unwrap();
         assert_eq!((e.limit, e.measured), (Some(7.0), Some(2.0)));
         // Prefill's rows do not fit its prompt.
-        let e = merge(&case.reply(1, Some("\"AAAAAA==\""), "p"), &case.decode(), &named(&case), 64).await.err().unwrap();
+        let e =
+            merge(&case.reply(1, Some("\"AAAAAA==\""), "p"), &case.decode(), &named(&case), 64).await.err().unwrap();
         assert_eq!((e.kind, e.source, e.worker.as_deref()), (Kind::R3Mismatch, Source::Prefill, Some("http://p:1@2")));
         // One side has none.
         for none in [None, Some("null")] {
@@ -244,8 +250,9 @@ async fn an_abort_reaches_the_client_and_no_row_is_invented() {
 
 #[tokio::test]
 async fn indexer_rows_are_merged_when_both_have_them_and_refused_when_prefill_has_not() {
-    let both =
-        |reply: String, payload: &str| reply.replace(r#","dp_rank""#, &format!(r#","indexer_topk":"{payload}","dp_rank""#));
+    let both = |reply: String, payload: &str| {
+        reply.replace(r#","dp_rank""#, &format!(r#","indexer_topk":"{payload}","dp_rank""#))
+    };
     let case = Case { decode_start: 5, ..Case::new(Place::Meta) };
     let plan = Plan { indexer_topk: true, ..case.plan() };
     let whole = Case { row: 3, ..Case::new(Place::Meta) };
@@ -270,7 +277,8 @@ async fn all_prompt_logprobs_come_from_prefill_and_all_others_from_decode() {
             r#"{{"text":"t","meta_info":{{"id":"r","input_token_logprobs":{input},"output_token_logprobs":{output},"input_top_logprobs": {input} ,"output_top_logprobs":{output},"input_token_ids_logprobs":{input}{more},"e2e":1}}}}"#
         )
     };
-    let prefill = reply("[[-0.5,1000,null],[-1,1001,\"x]\"]]", "[[-2,1002,null]]", r#","input_top_logprobs_shape":[2,1]"#);
+    let prefill =
+        reply("[[-0.5,1000,null],[-1,1001,\"x]\"]]", "[[-2,1002,null]]", r#","input_top_logprobs_shape":[2,1]"#);
     let decode = reply("[]", "[[-3,2000,null],[-4,2001,null]]", "");
     let want = reply("[[-0.5,1000,null],[-1,1001,\"x]\"]]", "[[-3,2000,null],[-4,2001,null]]", "");
     let want = want.replace(r#""e2e":1"#, r#""e2e":1,"input_top_logprobs_shape":[2,1]"#);
