@@ -240,12 +240,12 @@ pub fn metrics_text(app: &App) -> String {
 
 fn write_admission(app: &App, text: &mut Text) {
     let snapshot = app.gate.snapshot();
-    text.head("r3router_admission_decisions_total", "Bindings, and why requests were held or refused.", "counter");
+    text.head("r3router_decisions_total", "Bindings, and why requests were held or refused.", "counter");
     for (reason, count) in &snapshot.decisions {
-        text.line("r3router_admission_decisions_total", &[("reason", reason)], *count as f64);
+        text.line("r3router_decisions_total", &[("reason", reason)], *count as f64);
     }
-    text.single("r3router_queue_requests", "Requests that wait.", "gauge", snapshot.queued as f64);
-    text.single("r3router_queue_bytes", "Body bytes that wait.", "gauge", snapshot.queued_bytes as f64);
+    text.single("r3router_queued_requests", "Requests that wait.", "gauge", snapshot.queued as f64);
+    text.single("r3router_queued_bytes", "Body bytes that wait.", "gauge", snapshot.queued_bytes as f64);
     text.single("r3router_queue_oldest_seconds", "Age of the oldest waiting request.", "gauge", snapshot.oldest);
     text.single(
         "r3router_paused",
@@ -270,7 +270,7 @@ fn write_admission(app: &App, text: &mut Text) {
     let whole = |n: i64| if n == i64::MAX { f64::INFINITY } else { n as f64 };
     type Read = fn(&r3router_core::admission::RankView, &dyn Fn(i64) -> f64) -> f64;
     let gauges: [(&str, &str, Read); 14] = [
-        ("r3router_rank_transfers", "Attempts whose KV is not delivered yet.", |r, _| f64::from(r.in_transfer)),
+        ("r3router_rank_in_transfer", "Attempts whose KV is not delivered yet.", |r, _| f64::from(r.in_transfer)),
         ("r3router_rank_open", "Attempts open on the rank.", |r, _| f64::from(r.open)),
         ("r3router_rank_foreign", "Load on the rank that is not this router's.", |r, _| f64::from(r.foreign)),
         ("r3router_rank_window", "Computed bound on transfers in flight.", |r, _| f64::from(r.window)),
@@ -302,17 +302,17 @@ fn write_workers(app: &App, text: &mut Text) {
         text.line("r3router_worker_up", &labels, f64::from(u8::from(entry.healthy())));
     }
     let workers = app.registry.active();
-    text.head("r3router_worker_legs_total", "Legs that ended on the worker, by how.", "counter");
+    text.head("r3router_legs_total", "Legs that ended on the worker, by how.", "counter");
     for worker in &workers {
         for (at, result) in LegResult::NAMES.iter().enumerate() {
             let labels = [("worker", &*worker.url), ("role", role_name(worker.role)), ("result", result)];
-            text.line("r3router_worker_legs_total", &labels, worker.legs.get(at) as f64);
+            text.line("r3router_legs_total", &labels, worker.legs.get(at) as f64);
         }
     }
-    text.head("r3router_worker_legs_open", "Legs open on the worker.", "gauge");
+    text.head("r3router_legs_open", "Legs open on the worker.", "gauge");
     for worker in &workers {
         let open = worker.open.load(std::sync::atomic::Ordering::Relaxed) as f64;
-        text.line("r3router_worker_legs_open", &[("worker", &worker.url), ("role", role_name(worker.role))], open);
+        text.line("r3router_legs_open", &[("worker", &worker.url), ("role", role_name(worker.role))], open);
     }
     type Read = fn(&crate::upstream::PoolStats) -> &std::sync::atomic::AtomicU64;
     let counters: [(&str, &str, Read); 3] = [
