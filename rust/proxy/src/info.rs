@@ -269,7 +269,7 @@ fn write_admission(app: &App, text: &mut Text) {
     }
     let whole = |n: i64| if n == i64::MAX { f64::INFINITY } else { n as f64 };
     type Read = fn(&r3router_core::admission::RankView, &dyn Fn(i64) -> f64) -> f64;
-    let gauges: [(&str, &str, Read); 14] = [
+    let gauges: [(&str, &str, Read); 13] = [
         ("r3router_rank_in_transfer", "Attempts whose KV is not delivered yet.", |r, _| f64::from(r.in_transfer)),
         ("r3router_rank_open", "Attempts open on the rank.", |r, _| f64::from(r.open)),
         ("r3router_rank_foreign", "Load on the rank that is not this router's.", |r, _| f64::from(r.foreign)),
@@ -282,7 +282,6 @@ fn write_admission(app: &App, text: &mut Text) {
         ("r3router_rank_kv_free_tokens", "Free KV tokens.", |r, w| w(r.kv_free)),
         ("r3router_rank_uncached_tokens", "Uncached tokens queued on a prefill rank.", |r, _| r.uncached_tokens as f64),
         ("r3router_rank_r3_bytes", "R3 text about to leave the engine.", |r, _| r.r3_bytes as f64),
-        ("r3router_rank_closed", "1 while the rank takes nothing.", |r, _| f64::from(u8::from(!r.closed.is_empty()))),
         ("r3router_rank_report_age_seconds", "Age of the last load report, -1 without one.", |r, _| r.report_age),
     ];
     for (name, help, read) in gauges {
@@ -291,6 +290,12 @@ fn write_admission(app: &App, text: &mut Text) {
             let number = rank.rank.to_string();
             text.line(name, &[("worker", &rank.url), ("rank", &number), ("role", rank.role)], read(rank, &whole));
         }
+    }
+    text.head("r3router_rank_closed", "1 while the rank takes nothing, with the reason.", "gauge");
+    for rank in &snapshot.ranks {
+        let number = rank.rank.to_string();
+        let labels = [("worker", &*rank.url), ("rank", &number), ("role", rank.role), ("reason", rank.closed)];
+        text.line("r3router_rank_closed", &labels, f64::from(u8::from(!rank.closed.is_empty())));
     }
 }
 
