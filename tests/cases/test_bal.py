@@ -15,7 +15,7 @@ async def test_bal_1_four_hundred_cancelled_calls_leave_no_load_behind(lab: Lab)
     fleet, router, client = await lab.serve("--poll-interval-ms", "50", decodes=4, prefill={**long, "prefill_s": 60.0}, decode=long)
     connections = [await client.connect() for _ in range(400)]
     await asyncio.gather(*(c.post("/generate", encode(GENERATE)) for c in connections))
-    await until(lambda: sum(len(d.legs) for d in fleet.decodes) >= 20, "calls are dispatched")
+    await until(lambda: sum(len(d.legs) for d in fleet.decodes) >= 4, "calls are dispatched")
     await asyncio.sleep(0.3)
     for connection in connections:
         connection.close()

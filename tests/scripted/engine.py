@@ -240,8 +240,11 @@ class Engine:
         except ConnectionError:
             # The peer had gone when the answer was ready: there is nothing left to abort.
             leg.end = "late" if leg.sent and not exchange.chunked else "left"
-            if leg.end == "left" and leg.aborted_at is None:
-                await self._linger(leg)
+            if leg.end == "left":
+                if leg.aborted_at is None:
+                    await self._linger(leg)
+                if leg.aborted_at is not None:
+                    leg.end = "aborted"
         except Timeout as timeout:
             leg.end = "timeout"
             self.violations.append(f"{self.name}: {timeout}")
