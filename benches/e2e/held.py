@@ -11,7 +11,7 @@ from typing import Any
 from .fleet import Backends, load, router
 from .payload import ROW_IDS, TEXT_BYTES_PER_ROW, request
 
-ARENA_GAUGE = re.compile(r"^r3router_r3_arena_used_bytes(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+ARENA_GAUGE = re.compile(r'^r3router_r3_arena_bytes\{what="used"\} (\S+)$', re.MULTILINE)
 
 
 def measure(samples: int, tokens: int, hold_seconds: float, arena_bytes: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def measure(samples: int, tokens: int, hold_seconds: float, arena_bytes: int) ->
             with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://{address}/metrics", timeout=30) as reply:
                 gauge = ARENA_GAUGE.search(reply.read().decode())
             if gauge is None:
-                raise RuntimeError("the router's /metrics has no r3router_r3_arena_used_bytes")
+                raise RuntimeError("the router's /metrics has no r3router_r3_arena_bytes")
             seen.append((float(gauge[1]) / 1e6, process.memory_mb("VmRSS")))
             time.sleep(0.5)
         thread.join()
