@@ -538,6 +538,10 @@ impl Fleet {
                     let (free_slots, wants) = appetite(rank);
                     let share = flow.map(|f| if hungry > 0.0 { f * wants / hungry } else { f });
                     let mode = self.rule.window;
+                    if rank.free().window <= 0 {
+                        // Full for as long as it is, not at the one moment at which it became so.
+                        self.ranks[slot].window.was_reached();
+                    }
                     self.ranks[slot].window.update(now, mode, Supply { share, tau, free_slots });
                 }
                 Role::Regular => {

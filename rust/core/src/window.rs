@@ -1,8 +1,8 @@
 //! The computed bound on transfers in flight to one decode rank.
 //!
 //! `W = ceil(x + 2 sqrt(x))`, where `x = r * tau` is what Little's law needs in flight: `tau` the unqueued time from bind to
-//! delivery, `r` the rate at which the rank takes deliveries. The root is room for the randomness of arrivals, and it makes
-//! the measured rate grow when the window was what limited it.
+//! delivery, with what prefill's own pipeline of batches takes (see `service`); `r` the rate at which the rank takes deliveries.
+//! The root is room for the randomness of arrivals, and it makes the measured rate grow when the window was what limited it.
 //!
 //! `r` is the smaller of what the rank can absorb and its share of what prefill delivers. What a rank absorbs within `tau` is
 //! its completions and the running slots that are free now: a rank that fills up absorbs long before its first completion.
@@ -12,8 +12,9 @@ use crate::time::Moment;
 
 /// Window of a rank that nothing is known of.
 const FIRST: f64 = 4.0;
-/// The quantile of bind-to-delivery times that counts as unqueued.
-const LOW: f64 = 0.2;
+/// The quantile of bind-to-delivery times that counts as unqueued. The median: what waits at prefill is bounded by its
+/// credit, so that the times do not grow with the load, and batches spread them (one of two in the middle of its batch).
+const LOW: f64 = 0.5;
 /// tau before the first delivery, seconds: only paces the first doubling.
 const TAU_UNKNOWN: f64 = 1.0;
 /// Deliveries that end the start-up.

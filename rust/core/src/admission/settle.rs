@@ -34,7 +34,7 @@ impl Admission {
         let mut pair = (None, None);
         if let Some((place, done, ended)) = front {
             if let Some(rank) = self.fleet.at(place.slot, place.generation) {
-                unqueued = rank.service.delivered(uncached, took, ahead, now);
+                unqueued = rank.service.delivered(uncached, took, ahead, rank.capacity.chunk, now);
                 if !ended {
                     rank.ledger.release(done, now);
                     if rank.ledger.own().transfer == 0 {

@@ -561,13 +561,13 @@ fn a_prefix_goes_back_to_its_rank_while_that_has_credit() {
 #[test]
 fn a_hot_prefix_spreads_to_idle_ranks_and_a_balanced_one_stays() {
     let (mut lab, ..) = Lab::pd(AdmissionConfig::default(), 4, 4, EngineFacts::default());
-    let prefix: Arc<[u64]> = chain(1, 100).into();
-    lab.submit(Request { prefix: prefix.clone(), ..ask(100 * 256 + 3000) }, 0.0);
+    let prefix: Arc<[u64]> = chain(1, 200).into();
+    lab.submit(Request { prefix: prefix.clone(), ..ask(200 * 256 + 3000) }, 0.0);
     let warm = lab.poll(0.0).pop().unwrap();
     lab.done(warm, 1.0);
-    // 40 at once: the rank takes what it may, the others would have to compute 25,600 tokens again.
+    // 40 at once: the rank takes what it may, the others would have to compute 51,200 tokens again.
     for _ in 0..40 {
-        lab.submit(Request { prefix: prefix.clone(), ..ask(100 * 256 + 3000) }, 1.0);
+        lab.submit(Request { prefix: prefix.clone(), ..ask(200 * 256 + 3000) }, 1.0);
     }
     let first = lab.poll(1.0);
     let used = |bound: &[Binding]| {
@@ -578,10 +578,10 @@ fn a_hot_prefix_spreads_to_idle_ranks_and_a_balanced_one_stays() {
     };
     assert_eq!(used(&first), 1);
     let mut all = first;
-    for i in 1..200 {
+    for i in 1..400 {
         all.extend(lab.poll(1.0 + f64::from(i) * 0.05));
     }
-    assert!(used(&all) >= 3, "ten idle seconds of three ranks pay for it");
+    assert!(used(&all) >= 3, "twenty idle seconds of three ranks pay for it");
     assert!(lab.count("affinity_moved") >= 2);
 }
 
