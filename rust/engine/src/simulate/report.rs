@@ -88,6 +88,8 @@ pub struct Report {
     pub decode_ranks: Vec<DecodeRank>,
     /// Why requests failed, with counts.
     pub reasons: Vec<(String, u32)>,
+    /// What the admission decided and why it held requests back, with counts.
+    pub decisions: Vec<(&'static str, u64)>,
     /// The run was cut off by `limit_s`.
     pub cut_off: bool,
 }
@@ -105,6 +107,7 @@ pub(super) struct Tally {
     pub(super) router_waits: Vec<f64>,
     pub(super) engine_waits: Vec<f64>,
     pub(super) latencies: Vec<f64>,
+    pub(super) decisions: Vec<(&'static str, u64)>,
 }
 
 impl Tally {
@@ -150,6 +153,7 @@ impl Tally {
             latency_s: Waits::of(self.latencies),
             decode_ranks,
             reasons: self.reasons.into_iter().collect(),
+            decisions: self.decisions,
             cut_off,
         }
     }

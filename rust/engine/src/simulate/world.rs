@@ -69,7 +69,6 @@ pub(super) struct World<'a> {
     attempts: HashMap<u64, Attempt>,
     attempt_no: u64,
     polls: u64,
-    last_emission: Vec<Moment>,
     /// The admission has something new to decide on.
     stirred: bool,
     wake: Option<Moment>,
@@ -98,7 +97,6 @@ impl<'a> World<'a> {
         Self {
             scenario,
             fleet: Fleet::new(engines.clone()),
-            last_emission: vec![Moment::ZERO; engines.len()],
             engines,
             now: Moment::ZERO,
             soon: BinaryHeap::new(),
@@ -151,6 +149,9 @@ impl<'a> World<'a> {
         let first = self.cases.iter().map(|c| c.arrived).filter(|at| *at > Moment::ZERO).min().unwrap_or_default();
         let end = if cut_off { self.now } else { self.tally.last_end };
         let makespan = end.since(first).as_secs_f64().max(1e-9);
+        if let Router::Core(admission) = &self.router {
+            self.tally.decisions = admission.snapshot(self.now).decisions;
+        }
         self.tally.report(self.scenario, &self.fleet, makespan, cut_off)
     }
 
@@ -357,8 +358,8 @@ impl<'a> World<'a> {
             match effect {
                 Effect::Answer { key, .. } if key.0 > POLL_KEYS => self.loads(engine),
                 Effect::Chunk { key, tokens: 1 } => self.first_token(key.0 / 2, at),
-                Effect::Done { key, reply } => self.leg_done(key, Some(&reply), at),
-                Effect::Reset { key } if key.0 < POLL_KEYS => self.leg_done(key, None, at),
+                Effect::Done { key, reply } => self.leg_done(key, Some(&reply)),
+                Effect::Reset { key } if key.0 < POLL_KEYS => self.leg_done(key, None),
                 _ => {}
             }
         }
@@ -390,7 +391,7 @@ impl<'a> World<'a> {
         }
     }
 
-    fn leg_done(&mut self, key: Key, reply: Option<&Reply>, at: Moment) {
+    fn leg_done(&mut self, key: Key, reply: Option<&Reply>) {
         let (number, leg) = (key.0 / 2, if key.0 % 2 == 1 { Leg::Decode } else { Leg::Prefill });
         let Some(attempt) = self.attempts.get_mut(&number) else { return };
         let failed = outcome(leg, reply.map(|r| &r.finish));
@@ -409,7 +410,7 @@ impl<'a> World<'a> {
             return;
         }
         if let Some(reply) = reply {
-            self.emitted(number, leg, reply, at);
+            self.emitted(number, leg, reply);
         }
         if leg == Leg::Prefill || self.attempts.get(&number).is_some_and(|a| a.legs == [LegState::Answered; 2]) {
             self.deliver(number);
@@ -427,18 +428,16 @@ impl<'a> World<'a> {
         }
     }
 
-    /// What the router measures of R3 leaving an engine: bytes, and the time since it last was through with a reply, or
-    /// since the reply can have been ready.
-    fn emitted(&mut self, number: u64, leg: Leg, reply: &Reply, at: Moment) {
+    /// What the router measures of R3 leaving an engine: bytes, and the time from the first to the last of them.
+    fn emitted(&mut self, number: u64, leg: Leg, reply: &Reply) {
         let Some(attempt) = self.attempts.get(&number) else { return };
-        let engine = attempt.engine(leg);
-        let last = std::mem::replace(&mut self.last_emission[usize::from(engine.0)], at);
-        let bytes = reply.r3.filter(|r| !r.by_reference).map_or(0, |r| r.text_bytes);
-        if bytes > 0
-            && let Router::Core(admission) = &mut self.router
-        {
-            let took = at.since(last.max(reply.times.finished));
-            admission.emitted(self.workers[usize::from(engine.0)], bytes, took, self.now);
+        let place = usize::from(attempt.engine(leg).0);
+        let Some(r3) = reply.r3.filter(|r| !r.by_reference && r.rows > 0) else { return };
+        if let Router::Core(admission) = &mut self.router {
+            let cost = &self.engines[place].r3;
+            let raw = f64::from(r3.rows) * f64::from(cost.row_bytes);
+            let took = Duration::from_secs_f64(raw / cost.http_write);
+            admission.emitted(self.workers[place], r3.text_bytes, took, self.now);
         }
     }
 
