@@ -185,8 +185,8 @@ impl Book {
         Ok(())
     }
 
-    /// One batch in service and one ready, in uncached tokens, beside what is on its way in or out. Only prompts without a
-    /// prefix are known to be uncached. A batch may be one request of any size.
+    /// Four batches' worth of uncached tokens (one in service, one done and not confirmed, one ready, one on its way), beside
+    /// what is on its way in or out. Only prompts without a prefix are known to be uncached. A batch may be one request of any size.
     pub(crate) fn check_prefill(&self, place: Place, newest: usize, on_the_way: u64, now: Ns) -> Result<(), Violation> {
         let Some(chunk) = self.workers[place.0].facts.chunked_prefill_size else { return Ok(()) };
         let since = match &self.rank(place).report {
@@ -199,7 +199,7 @@ impl Book {
                 a.prefill == Some(place) && a.no_prefix && a.bound >= since && open
             });
         let (count, queued) = before.fold((0, 0), |(count, tokens), a| (count + 1, tokens + a.prompt));
-        if count > 1 && queued > 2 * u64::from(chunk) + on_the_way {
+        if count > 1 && queued > 4 * u64::from(chunk) + on_the_way {
             let at = format!("{}@{}", self.workers[place.0].url, place.1);
             return broken(
                 "prefill",
