@@ -14,6 +14,16 @@ FAILED = pytest.StashKey[bool]()
 LAB = pytest.StashKey[Lab]()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of open_faults.txt: they run, and their failure is reported as expected."""
+    folder = Path(__file__).parent
+    known = {line for line in (folder / "open_faults.txt").read_text().splitlines() if line and not line.startswith("#")}
+    for item in items:
+        name = f"{item.path.relative_to(folder)}::{item.nodeid.split('::', 1)[1]}"
+        if name in known or name.split("[")[0] in known:
+            item.add_marker(pytest.mark.xfail(reason="a known fault, see tests/open_faults.txt", strict=False))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Shows the router's log with a failure, and tells the fixture whether the test passed."""

@@ -143,7 +143,15 @@ async def test_rm_3_choices_are_joined_in_order_and_usage_is_summed(lab: Lab, pa
     # Later samples are faster, so that order cannot come from arrival.
     fleet.d.run_s = 0.05
     answer_ = await client.post(
-        path, {**ROUTES[path], "n": 4, "temperature": 1, "logprobs": True if "chat" in path else 2, "return_routed_experts": True, "return_meta_info": True}
+        path,
+        {
+            **ROUTES[path],
+            "n": 4,
+            "temperature": 1,
+            "logprobs": True if "chat" in path else 2,
+            "return_routed_experts": True,
+            "return_meta_info": True,
+        },
     )
     assert answer_.status == 200
     reply = answer_.json()

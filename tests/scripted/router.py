@@ -31,11 +31,12 @@ ZERO_GAUGES = (
 )
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def free_ports() -> tuple[int, int]:
+    """Two different ports that were free a moment ago."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1]), int(other.getsockname()[1])
 
 
 class Router:
@@ -52,7 +53,7 @@ class Router:
     async def start(self, *, ready: bool = True) -> None:
         """Starts it and waits until it listens; with `ready` until it has workers of every role."""
         for _ in range(3):
-            self.port, self.metrics_port = free_port(), free_port()
+            self.port, self.metrics_port = free_ports()
             command = [
                 sys.executable,
                 "-m",

@@ -77,7 +77,14 @@ impl Service {
         let room = self.limit(chunk) - queued;
         // Whatever is left takes one more request of up to a chunk, or batches would start short by half a request; room for
         // a whole batch takes a request of any size.
-        (if room >= chunk { i64::MAX } else if room > 0 { chunk } else { room }).min(in_time)
+        (if room >= chunk {
+            i64::MAX
+        } else if room > 0 {
+            chunk
+        } else {
+            room
+        })
+        .min(in_time)
     }
 }
 

@@ -138,7 +138,9 @@ fn every_promise_holds_at_every_step_of_every_seed() {
             *total.events.entry(what).or_default() += times;
         }
         match report.failure {
-            Some(v) if open.contains(&(v.invariant.to_owned(), seed)) => *still_open.entry(v.invariant).or_default() += 1,
+            Some(v) if open.contains(&(v.invariant.to_owned(), seed)) => {
+                *still_open.entry(v.invariant).or_default() += 1
+            }
             Some(v) => failures.entry(v.invariant).or_default().push((seed, report.tally.steps)),
             None if open.iter().any(|(_, listed)| *listed == seed) => {
                 panic!("seed {seed} holds now: take it off open_faults.txt")
@@ -150,7 +152,10 @@ fn every_promise_holds_at_every_step_of_every_seed() {
     println!("{count} seeds, {} steps: {:?}", total.steps, total.events);
     let mut text = String::new();
     for (invariant, seeds) in &failures {
-        eprintln!("{}", seeds.iter().map(|(seed, _)| format!("FAULT {invariant} {seed}")).collect::<Vec<_>>().join("\n"));
+        eprintln!(
+            "{}",
+            seeds.iter().map(|(seed, _)| format!("FAULT {invariant} {seed}")).collect::<Vec<_>>().join("\n")
+        );
         let _ = writeln!(text, "\n`{invariant}` is broken by {} of {count} seeds", seeds.len());
         // The shortest run tells most.
         let (seed, steps) = seeds.iter().min_by_key(|(_, steps)| *steps).unwrap();
