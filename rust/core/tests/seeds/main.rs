@@ -139,7 +139,7 @@ fn every_promise_holds_at_every_step_of_every_seed() {
         }
         match report.failure {
             Some(v) if open.contains(&(v.invariant.to_owned(), seed)) => {
-                *still_open.entry(v.invariant).or_default() += 1
+                *still_open.entry(v.invariant).or_default() += 1;
             }
             Some(v) => failures.entry(v.invariant).or_default().push((seed, report.tally.steps)),
             None if open.iter().any(|(_, listed)| *listed == seed) => {
