@@ -76,7 +76,7 @@ lint: build ## Formatting, clippy, rustdoc, ruff, mypy, stubs.
 	$(call say,clippy)
 	cargo clippy --workspace --all-targets --profile fast --quiet -- -D warnings
 	$(call say,rustdoc)
-	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --quiet
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --quiet
 	$(call say,ruff)
 	"$(BIN)/ruff" check . && "$(BIN)/ruff" format --check .
 	$(call say,mypy)

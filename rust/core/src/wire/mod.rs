@@ -68,7 +68,7 @@ pub struct Prompt {
     pub max_new_tokens: Option<u32>,
 }
 
-/// What the router reads of a request, with the places that [`splice`] needs.
+/// What the router reads of a request, with the places that [`splice()`] needs.
 #[derive(Clone, Debug)]
 pub struct Facts {
     /// The route that it was scanned for.
@@ -182,7 +182,7 @@ pub fn scan(body: &[u8], route: Route) -> Result<Facts, Error> {
     scan::scan(body, route)
 }
 
-/// The body of one leg of sub-request `owned.sub`. `facts` must come from [`scan`] of the same bytes.
+/// The body of one leg of sub-request `owned.sub`. `facts` must come from [`scan()`] of the same bytes.
 pub fn splice(body: &Bytes, facts: &Facts, owned: &Owned<'_>) -> Parts {
     splice::splice(body, facts, owned)
 }
