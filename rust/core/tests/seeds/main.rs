@@ -16,6 +16,7 @@ mod plan;
 mod regressions;
 mod rng;
 mod router;
+mod sustained;
 mod views;
 
 use std::collections::BTreeMap;
