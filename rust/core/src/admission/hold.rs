@@ -60,6 +60,7 @@ impl Admission {
                         self.bind(hold.ticket, &request, pair, now, out);
                     }
                 }
+                Err(_) if self.take_from_younger(at, index, now, out) => {}
                 Err(reason) => {
                     self.counters.add(reason);
                     if let Some(entry) = self.queue.entry_mut(index) {
@@ -72,6 +73,40 @@ impl Admission {
                 }
             }
         }
+    }
+
+    /// Binds the request of a hold to what is kept for a younger request of its key, which then has what was kept for the
+    /// older one: within a key nobody who fits is passed by.
+    fn take_from_younger(&mut self, at: usize, index: u32, now: Moment, out: &mut Vec<Decision>) -> bool {
+        let Some(class) = self.class_of(index) else { return false };
+        for younger in at + 1..self.holds.len() {
+            let (own, theirs) = (self.holds[at].kept, self.holds[younger].kept);
+            let free = [theirs.prefill, theirs.decode].into_iter().flatten().any(|slot| {
+                // Open but for the hold.
+                self.fleet.ranks[slot as usize].closed == Reason::Held
+            });
+            if !free || self.queue.find(self.holds[younger].ticket).and_then(|i| self.class_of(i)) != Some(class) {
+                continue;
+            }
+            let kept = Kept { prefill: theirs.prefill.or(own.prefill), decode: theirs.decode.or(own.decode) };
+            let Ok(pair) = self.look_for(index, Some(kept), now) else { continue };
+            self.holds[younger].kept = Kept {
+                prefill: own.prefill.filter(|_| theirs.prefill.is_some()),
+                decode: own.decode.filter(|_| theirs.decode.is_some()),
+            };
+            let ticket = self.holds[at].ticket;
+            self.let_go(ticket, now);
+            if let Some(request) = self.queue.remove(index) {
+                self.bind(ticket, &request, pair, now, out);
+            }
+            return true;
+        }
+        false
+    }
+
+    /// Requests of one class are served in order: retries, and each key.
+    fn class_of(&self, index: u32) -> Option<(bool, u64)> {
+        self.queue.entry(index).map(|e| (e.request.retry, if e.request.retry { 0 } else { e.request.key }))
     }
 
     /// Chooses ranks of the side that the request lacks. Says whether anything changed.
@@ -87,28 +122,40 @@ impl Admission {
             let rank = &self.fleet.ranks[slot as usize];
             rank.live && takes(rank.closed) && !taken(slot)
         };
+        // A rank that the request failed on is no use to it while another is left.
+        let fits = |slot: u32, prefill: bool| {
+            let rank = &self.fleet.ranks[slot as usize];
+            if prefill {
+                rank.role == Role::Prefill && rank.capacity.fits_prompt(prompt)
+            } else {
+                side(rank.role) == 1 && rank.capacity.fits_idle(prompt, max_new)
+            }
+        };
+        let avoided = |slot: u32| entry.request.avoid.contains(&self.fleet.ranks[slot as usize].id);
+        let others = |prefill: bool| {
+            !entry.request.avoid.is_empty()
+                && self.fleet.ranks.iter().enumerate().any(|(slot, rank)| {
+                    let slot = slot as u32;
+                    rank.live && takes(rank.closed) && fits(slot, prefill) && !avoided(slot)
+                })
+        };
+        let (avoid_prefill, avoid_decode) = (others(true), others(false));
         let slots = 0..self.fleet.ranks.len() as u32;
         hold.arena = reason == Reason::Arena;
         hold.egress = matches!(reason, Reason::R3Egress | Reason::R3EgressDecode);
-        hold.kept.prefill = hold.kept.prefill.filter(|&s| usable(s));
-        hold.kept.decode = hold.kept.decode.filter(|&s| usable(s));
+        hold.kept.prefill = hold.kept.prefill.filter(|&s| usable(s) && !(avoid_prefill && avoided(s)));
+        hold.kept.decode = hold.kept.decode.filter(|&s| usable(s) && !(avoid_decode && avoided(s)));
         let prefill_lacks =
             matches!(reason, Reason::Prefill | Reason::PrefillWait | Reason::Affinity | Reason::R3Egress);
         if self.fleet.is_pd() && prefill_lacks && hold.kept.prefill.is_none() {
             hold.kept.prefill = slots
                 .clone()
-                .filter(|&s| {
-                    let rank = &self.fleet.ranks[s as usize];
-                    rank.role == Role::Prefill && usable(s) && rank.capacity.fits_prompt(prompt)
-                })
+                .filter(|&s| usable(s) && fits(s, true) && !(avoid_prefill && avoided(s)))
                 .min_by_key(|&s| self.fleet.ranks[s as usize].queued_tokens());
         }
         if !prefill_lacks && reason != Reason::Arena && hold.kept.decode.is_none() {
             hold.kept.decode = slots
-                .filter(|&s| {
-                    let rank = &self.fleet.ranks[s as usize];
-                    side(rank.role) == 1 && usable(s) && rank.capacity.fits_idle(prompt, max_new)
-                })
+                .filter(|&s| usable(s) && fits(s, false) && !(avoid_decode && avoided(s)))
                 .max_by_key(|&s| self.fleet.ranks[s as usize].free().kv);
         }
         self.holds[at] = hold;
