@@ -108,6 +108,11 @@ impl Egress {
         self.rate.roll(now, SPAN, self.outstanding >= limit / 2);
     }
 
+    /// Whether nothing was measured yet.
+    pub fn is_guessed(&self) -> bool {
+        self.rate.get().is_none()
+    }
+
     /// Bytes per second.
     pub fn rate(&self) -> f64 {
         let seen = self.rate.get();

@@ -34,6 +34,8 @@ pub(crate) struct Worker {
     pub(crate) draining: bool,
     pub(crate) breaker: Breaker,
     pub(crate) egress: Egress,
+    /// R3 bytes that may be about to leave it, as of the last tick.
+    pub(crate) egress_limit: u64,
     /// No more R3 until some text has left.
     pub(crate) egress_full: bool,
     /// R3 of others waits for a request that was overtaken too often.
@@ -266,6 +268,8 @@ impl Fleet {
         for tree in [&mut self.prefill.plain, &mut self.prefill.r3, &mut self.decode.plain, &mut self.decode.r3] {
             tree.grow(self.ranks.len());
         }
+        let egress = Egress::default();
+        let egress_limit = Self::egress_limit(self.rule.beta, &spec.facts, &egress);
         self.workers[index as usize] = Some(Worker {
             id,
             url: spec.url,
@@ -274,7 +278,8 @@ impl Fleet {
             ranks,
             draining: false,
             breaker: Breaker::default(),
-            egress: Egress::default(),
+            egress,
+            egress_limit,
             egress_full: false,
             egress_held: false,
         });
@@ -478,16 +483,26 @@ impl Fleet {
         }
     }
 
-    /// The R3 bytes that may be about to leave a worker.
-    pub(crate) fn egress_limit(&self, worker: &Worker) -> u64 {
-        let timeout = worker.facts.waiting_timeout.unwrap_or(crate::capacity::DEFAULT_WAITING_TIMEOUT);
-        worker.egress.limit(self.rule.beta * timeout.as_secs_f64())
+    /// The R3 bytes that may be about to leave a worker: a look at its quantiles, so once a tick rather than at each decision.
+    fn egress_limit(beta: f64, facts: &EngineFacts, egress: &Egress) -> u64 {
+        let timeout = facts.waiting_timeout.unwrap_or(crate::capacity::DEFAULT_WAITING_TIMEOUT);
+        egress.limit(beta * timeout.as_secs_f64())
+    }
+
+    /// R3 text left a worker.
+    pub(crate) fn emitted(&mut self, index: u32, bytes: u64, took: Duration, now: Moment) {
+        if let Some(Some(worker)) = self.workers.get_mut(index as usize) {
+            worker.egress.emitted(bytes, took, now);
+            if worker.egress.is_guessed() {
+                worker.egress_limit = Self::egress_limit(self.rule.beta, &worker.facts, &worker.egress);
+            }
+        }
     }
 
     /// Sees whether a worker's R3 account became full or free again.
     pub(crate) fn check_egress(&mut self, index: u32, now: Moment) {
         let Some(Some(worker)) = self.workers.get(index as usize) else { return };
-        let full = worker.egress.outstanding() > 0 && worker.egress.outstanding() >= self.egress_limit(worker);
+        let full = worker.egress.outstanding() > 0 && worker.egress.outstanding() >= worker.egress_limit;
         self.improved |= worker.egress_held;
         if full != worker.egress_full {
             if let Some(Some(worker)) = self.workers.get_mut(index as usize) {
@@ -508,10 +523,9 @@ impl Fleet {
     /// Windows, rates, breakers, stale reports: everything that time alone changes. `supply` is prefill's measured flow.
     pub(crate) fn tick(&mut self, now: Moment, flow: Option<f64>, tau: Option<f64>) {
         for index in 0..self.workers.len() {
-            let Some(worker) = &self.workers[index] else { continue };
-            let limit = self.egress_limit(worker);
             let Some(worker) = &mut self.workers[index] else { continue };
-            worker.egress.update(now, limit);
+            worker.egress.update(now, worker.egress_limit);
+            worker.egress_limit = Self::egress_limit(self.rule.beta, &worker.facts, &worker.egress);
             worker.breaker.tick(now);
             self.check_egress(index as u32, now);
         }

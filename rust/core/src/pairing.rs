@@ -236,7 +236,7 @@ fn emits(fleet: &Fleet, worker: u32, r3: bool, text: u64) -> bool {
         return true;
     }
     match &fleet.workers[worker as usize] {
-        Some(w) => w.egress.admits(text, fleet.egress_limit(w)),
+        Some(w) => w.egress.admits(text, w.egress_limit),
         None => false,
     }
 }

@@ -112,10 +112,8 @@ impl Admission {
 
     /// `bytes` of R3 text left an engine in `took`; feeds its measured emission rate.
     pub fn emitted(&mut self, id: WorkerId, bytes: u64, took: Duration, now: Moment) {
-        if let Some(index) = self.fleet.worker(id)
-            && let Some(Some(worker)) = self.fleet.workers.get_mut(index as usize)
-        {
-            worker.egress.emitted(bytes, took, now);
+        if let Some(index) = self.fleet.worker(id) {
+            self.fleet.emitted(index, bytes, took, now);
         }
     }
 

@@ -66,7 +66,10 @@ impl Admission {
             for worker in self.fleet.of_role(role) {
                 match worker.breaker.opens_at() {
                     Some(at) if now < at => soonest = Some(soonest.map_or(at, |s| s.min(at))),
-                    _ => all_open = false,
+                    _ => {
+                        all_open = false;
+                        break;
+                    }
                 }
             }
             if all_open && let Some(at) = soonest {
