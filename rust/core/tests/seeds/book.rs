@@ -57,6 +57,8 @@ pub(crate) struct Attempt {
     pub(crate) decode: Place,
     pub(crate) prompt: u64,
     pub(crate) max_new: u64,
+    /// KV that decode reserves, by the facts at the bind.
+    pub(crate) need: u64,
     pub(crate) arena: u64,
     pub(crate) r3: bool,
     pub(crate) no_prefix: bool,
@@ -277,7 +279,9 @@ impl Book {
 
     pub(crate) fn bind(&mut self, waiting: &Waiting, prefill: Option<Place>, decode: Place, now: Ns) -> usize {
         let attempt = self.attempts.len();
+        let need = self.need(decode.0, waiting.prompt);
         self.attempts.push(Attempt {
+            need,
             prefill,
             decode,
             prompt: waiting.prompt,

@@ -1,8 +1,9 @@
 //! What a rank can hold by everything that the router was told, written down once more from the design's formulas.
 //! Where the design leaves room, the bound here is the widest one: what breaks it is over capacity by any reading.
+use r3router_core::load::RankReport;
 use r3router_core::topology::Role;
 
-use crate::book::{Attempt, Book, Violation, Waiting, broken};
+use crate::book::{Book, Violation, Waiting, broken};
 use crate::engines::Place;
 use crate::plan::Ns;
 
@@ -22,6 +23,14 @@ struct Open {
     tokens_now: u64,
     tokens_since: u64,
     tokens_ended: u64,
+}
+
+/// Requests that a report counts, in whatever queue.
+fn reported_rows(r: &RankReport) -> u64 {
+    let waiting = r.waiting_total.unwrap_or_else(|| {
+        r.prealloc.unwrap_or(0).saturating_add(r.transfer.unwrap_or(0)).saturating_add(r.retracted.unwrap_or(0))
+    });
+    u64::from(r.running.unwrap_or(0)) + u64::from(waiting)
 }
 
 impl Book {
@@ -57,9 +66,10 @@ impl Book {
         tokens.next_multiple_of(u64::from(self.workers[worker].facts.page_size.unwrap_or(1)).max(1))
     }
 
-    fn need(&self, a: &Attempt) -> u64 {
-        let reserved = self.workers[a.decode.0].facts.reserved_decode_tokens.map_or(RESERVED, u64::from);
-        self.page_ceil(a.decode.0, a.prompt) + reserved
+    /// KV that a prompt reserves on decode, at least.
+    pub(crate) fn need(&self, worker: usize, prompt: u64) -> u64 {
+        let reserved = self.workers[worker].facts.reserved_decode_tokens.map_or(RESERVED, u64::from);
+        self.page_ceil(worker, prompt) + reserved
     }
 
     fn open(&self, place: Place, measured: Option<Ns>) -> Open {
@@ -71,7 +81,7 @@ impl Book {
             }
             let held = a.decode_released().is_none();
             let transfer = a.transfer_ended().is_none();
-            let need = self.need(a);
+            let need = a.need;
             open.now += u64::from(held);
             open.transfer_now += u64::from(held && transfer);
             open.tokens_now += if held { need } else { 0 };
@@ -107,15 +117,7 @@ impl Book {
             return broken("stale", format!("{at}: bound without a report that counts"));
         }
         if let Some((running, rows)) = self.rows(place) {
-            let reported = report.map_or(0, |(_, r)| {
-                let waiting = r.waiting_total.unwrap_or_else(|| {
-                    r.prealloc
-                        .unwrap_or(0)
-                        .saturating_add(r.transfer.unwrap_or(0))
-                        .saturating_add(r.retracted.unwrap_or(0))
-                });
-                u64::from(r.running.unwrap_or(0)) + u64::from(waiting)
-            });
+            let reported = report.map_or(0, |(_, r)| reported_rows(r));
             let foreign = reported.saturating_sub(open.at_report);
             if open.now + foreign > rows {
                 return broken("capacity", format!("{at}: {} rows of ours and {foreign} foreign of {rows}", open.now));
@@ -166,8 +168,9 @@ impl Book {
         }
         let report = self.rank(place).report.as_ref().filter(|_| self.fresh(place, now));
         let used = report.and_then(|(_, r)| r.used_tokens).unwrap_or(0);
-        // A request alone on an idle rank may use the margin.
-        if open.now <= 1 && used.saturating_sub(open.tokens_ended) == 0 {
+        // A request alone on a rank without requests may use the margin, whatever the tokens there are.
+        let alone = open.now <= 1 && report.is_none_or(|(_, r)| reported_rows(r) <= open.at_report);
+        if alone && used.saturating_sub(open.tokens_ended) + w.prompt <= pool {
             return Ok(());
         }
         let cap = (pool as f64 * (1.0 - self.config.kv_margin)) as u64 + 1;

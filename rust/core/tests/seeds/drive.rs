@@ -216,6 +216,9 @@ impl<R: Router> Run<'_, R> {
             let need = (w.prompt, w.max_new, w.arena, w.texts);
             note!(self, "  {:?} waits: prompt, max_new, arena, texts {need:?} overtaken {}", w.ticket, w.overtaken);
         }
+        for held in self.engines.held() {
+            note!(self, "  engines hold attempt {held}");
+        }
         for v in &s.ranks {
             let load = format!(
                 "open {} transfer {} foreign {} uncached {}",
@@ -371,7 +374,9 @@ impl<R: Router> Run<'_, R> {
             State::Waits(_, tries) => tries,
             _ => 0,
         };
-        let job = self.engines.job(prefill, decode, &self.plan.calls[call]);
+        // A retry meets an engine that works, and so does every attempt once the fleet is whole.
+        let stuck = tries == 0 && !self.healed && self.plan.calls[call].fate == crate::plan::Fate::Stuck;
+        let job = self.engines.job(prefill, decode, &self.plan.calls[call], stuck);
         let streams = self.rng.percent(50);
         self.live.push(Live {
             call,

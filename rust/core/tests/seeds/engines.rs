@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashSet, VecDeque};
 use r3router_core::admission::Failure;
 use r3router_core::topology::Role;
 
-use crate::plan::{BLOCK, Call, Engine, Fate, MS, Ns, SEC, Truth};
+use crate::plan::{BLOCK, Call, Engine, MS, Ns, SEC, Truth};
 
 /// Tokens that the engine keeps free for each request that it holds.
 const RESERVED: u64 = 512;
@@ -149,7 +149,7 @@ impl Engines {
     }
 
     /// A new attempt leaves the router; `job` numbers are the caller's, in order.
-    pub(crate) fn job(&mut self, prefill: Option<Place>, decode: Place, call: &Call) -> usize {
+    pub(crate) fn job(&mut self, prefill: Option<Place>, decode: Place, call: &Call, stuck: bool) -> usize {
         self.jobs.push(Job {
             prefill,
             decode,
@@ -159,7 +159,7 @@ impl Engines {
             prefix: call.prefix.clone(),
             prefill_text: call.r3.map_or(0, |r| r.prefill_text),
             decode_text: call.r3.map_or(0, |r| r.decode_text),
-            stuck: call.fate == Fate::Stuck,
+            stuck,
             on_prefill: OnPrefill::Away,
             on_decode: OnDecode::Away,
             started: 0,
@@ -280,6 +280,14 @@ impl Engines {
                 self.pump_prefill((p, r), now);
             }
         }
+    }
+
+    /// Attempts that an engine still holds, for the trace.
+    pub(crate) fn held(&self) -> Vec<String> {
+        let away = |j: &Job| matches!(j.on_decode, OnDecode::Away | OnDecode::Gone);
+        let held = self.jobs.iter().enumerate().filter(|(_, j)| !away(j));
+        held.map(|(n, j)| format!("{n}: {:?} on {:?}, {:?} on {:?}", j.on_prefill, j.prefill, j.on_decode, j.decode))
+            .collect()
     }
 
     /// Requests that any engine still holds.

@@ -283,6 +283,8 @@ impl<R: Router> Run<'_, R> {
         self.calls[self.live[job].call] = State::Over;
         let net = self.plan.net;
         self.at(self.now + net, Event::Abort(job));
+        // An abort that comes before its request is lost, so it is said twice.
+        self.at(self.now + 5 * net, Event::Abort(job));
     }
 
     fn fail(&mut self, job: usize, role: Role, how: Failure) -> Result<(), Violation> {

@@ -13,6 +13,8 @@ const FOUND: &[(u64, &str)] = &[
     (684, "a report from the future made the router deaf to all later ones"),
     (2517, "requests that fit no rank any more waited for ever, and ranks were kept for them"),
     (5832, "a kept rank that drained meanwhile stayed shut for ever"),
+    (856, "of two requests of a key that ranks were kept for, the younger went first"),
+    (7820, "ranks were kept for the very requests that had failed on them"),
     (9478, "a request that fits an idle pair was not looked at behind sixteen that did not"),
 ];
 
