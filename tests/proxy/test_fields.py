@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from functools import partial
+from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
-from scripted.calls import OWNED, ROUTES
+from scripted.calls import OWNED, ROUTES, crowd
 from scripted.lab import Lab
 
 # Fields that the router reads, or that splitting changes; everything else must pass.
@@ -39,6 +40,7 @@ READ = {
     "session_id",
     "session_params",
 }
+CALLS = 400
 CALLS_AT_ONCE = 40
 
 texts = st.text(alphabet=st.characters(codec="utf-8"), max_size=20)
@@ -49,13 +51,13 @@ values = st.recursive(
     max_leaves=12,
 )
 fields = st.dictionaries(texts.filter(lambda name: name not in READ), values, max_size=6)
-calls = st.tuples(st.sampled_from(list(ROUTES)), fields, st.booleans(), st.sampled_from([None, 0, 2]), st.randoms(use_true_random=False))
+calls = st.tuples(st.sampled_from(list(ROUTES)), fields, st.booleans(), st.sampled_from([None, 0, 2]), st.integers(0, 2**32))
 
 
-def shuffled(body: dict[str, Any], random: Any) -> dict[str, Any]:
+def shuffled(body: dict[str, Any], seed: int) -> dict[str, Any]:
     """The same members in another order."""
     names = list(body)
-    random.shuffle(names)
+    Random(seed).shuffle(names)
     return {name: body[name] for name in names}
 
 
@@ -66,34 +68,30 @@ def normal(value: Any) -> str:
 
 async def test_random_fields_reach_both_legs_with_equal_values(lab: Lab) -> None:
     fleet, router, client = await lab.serve("--log-level", "warn", prefill={"dp_size": 2}, decode={"dp_size": 3})
-    batches: list[list[Any]] = []
+    drawn: list[Any] = []
 
-    @settings(max_examples=12, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(st.lists(calls, min_size=CALLS_AT_ONCE, max_size=CALLS_AT_ONCE))
-    def draw(batch: list[Any]) -> None:
-        batches.append(batch)
+    @settings(max_examples=CALLS, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(calls)
+    def draw(call: Any) -> None:
+        drawn.append(call)
 
     draw()
-    assert sum(len(batch) for batch in batches) >= 400
+    assert len(drawn) >= CALLS // 2
+    bodies: list[dict[str, Any]] = []
 
-    async def call(number: int, path: str, extra: dict[str, Any], ascii_only: bool, indent: int | None, random: Any) -> None:
-        body = shuffled({**ROUTES[path], **extra, "test_case": number}, random)
-        raw = json.dumps(body, ensure_ascii=ascii_only, indent=indent).encode("utf-8")
+    async def call(path: str, body: dict[str, Any], ascii_only: bool, indent: int | None, seed: int) -> None:
+        raw = json.dumps(shuffled(body, seed), ensure_ascii=ascii_only, indent=indent).encode("utf-8")
         got = await client.request("POST", path, raw)
         assert got.status == 200, (raw, got.body)
 
-    number = 0
-    bodies: dict[int, dict[str, Any]] = {}
-    for batch in batches:
-        jobs = []
-        for path, extra, ascii_only, indent, random in batch:
-            bodies[number] = {**ROUTES[path], **extra, "test_case": number}
-            jobs.append(call(number, path, extra, ascii_only, indent, random))
-            number += 1
-        await asyncio.gather(*jobs)
+    jobs = []
+    for number, (path, extra, ascii_only, indent, seed) in enumerate(drawn):
+        bodies.append({**ROUTES[path], **extra, "test_case": number})
+        jobs.append(partial(call, path, bodies[-1], ascii_only, indent, seed))
+    await crowd(jobs, CALLS_AT_ONCE)
     fleet.check()
     for engine in fleet.engines:
-        assert len(engine.legs) == number
+        assert len(engine.legs) == len(drawn)
         for leg in engine.legs:
             seen = json.loads(leg.raw)
             want = bodies[seen["test_case"]]

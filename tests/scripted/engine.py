@@ -457,8 +457,26 @@ class Engine:
                 if self.run_s:
                     await asyncio.sleep(self.run_s / len(parts))
             return await exchange.end()
-        leg.sent = replies.reply_bytes(leg, output)
+        leg.sent = replies.reply_bytes(leg, output) if self.role != "regular" else self._regular_reply(leg, output)
         return await exchange.reply(200, leg.sent, [("x-engine", self.name)])
+
+    def _regular_reply(self, leg: Leg, output: replies.Output) -> bytes:
+        """An unsplit engine serves batches and samples itself."""
+        sampling = leg.body.get("sampling_params")
+        n = (sampling.get("n") if isinstance(sampling, dict) else None) or leg.body.get("n") or 1
+        prompts = leg.body.get("input_ids") if leg.body.get("input_ids") is not None else leg.body.get("text")
+        batch = prompts if isinstance(prompts, list) and prompts and isinstance(prompts[0], (list, str)) else None
+        if n == 1 and batch is None:
+            return replies.reply_bytes(leg, output)
+        if leg.request.path == "/generate":
+            parts = []
+            for prompt in batch or [prompts]:
+                leg.prompt_tokens = prompt_tokens({"input_ids" if isinstance(prompt, list) else "text": prompt})
+                parts += [replies.generate_object(leg, output) for _ in range(n)]
+            return orjson.dumps(parts)
+        reply = replies.chat_object(leg, output)
+        reply["choices"] = [{**reply["choices"][0], "index": index} for index in range(n)]
+        return orjson.dumps(reply)
 
     async def _run(self, leg: Leg) -> None:
         """Decoding: the KV grows."""

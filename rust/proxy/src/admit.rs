@@ -186,6 +186,14 @@ impl Gate {
         verdict.unwrap_or_else(|_| Err(Error::new(Kind::Internal, Source::Router, "the queue dropped a request")))
     }
 
+    /// Refuses what could never be granted.
+    ///
+    /// # Errors
+    /// The admission's refusal.
+    pub fn check(&self, request: &Request) -> Result<(), Error> {
+        self.inner.lock().admission.check(request, self.clock.now())
+    }
+
     fn cancel(&self, ticket: Ticket) {
         self.change(|inner, _| {
             inner.waiting.remove(&ticket);

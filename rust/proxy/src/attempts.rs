@@ -93,6 +93,17 @@ impl Default for RetryBudget {
 
 /// What the admission is told of a sub-request.
 pub fn admission_request(shared: &Shared, mode: Mode) -> Request {
+    let mut request = sized(shared, mode);
+    let by_prefix = matches!(shared.app.settings.policy, Policy::CacheAware | Policy::PrefixHash) && !mode.whole;
+    let prefix = if by_prefix { prefix_hashes(&shared.body, &shared.facts, mode.index) } else { Vec::new() };
+    if !prefix.is_empty() {
+        request.prefix = prefix.into();
+    }
+    request
+}
+
+/// The same without the prompt's prefix: all that can make a request too large.
+pub fn sized(shared: &Shared, mode: Mode) -> Request {
     let facts = &shared.facts;
     let app = &shared.app;
     let (mut prompt_tokens, mut max_new) = (0u32, Some(0u32));
@@ -110,14 +121,12 @@ pub fn admission_request(shared: &Shared, mode: Mode) -> Request {
             r3 = Some(app.rows.need(&shared.model, facts, prompt, tokens, decode_start));
         }
     }
-    let by_prefix = matches!(app.settings.policy, Policy::CacheAware | Policy::PrefixHash) && !mode.whole;
-    let prefix = if by_prefix { prefix_hashes(&shared.body, facts, mode.index) } else { Vec::new() };
     let waits = app.settings.queue_timeout_secs.min(app.settings.request_timeout_secs);
     Request {
         prompt_tokens,
         max_new_tokens: max_new,
         key: shared.key,
-        prefix: if prefix.is_empty() { empty() } else { prefix.into() },
+        prefix: empty(),
         deadline: app.clock.at(shared.arrived + waits),
         body_bytes: shared.body.len() as u64 / facts.subs().max(1) as u64,
         r3,

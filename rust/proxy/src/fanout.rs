@@ -8,7 +8,7 @@ use r3router_core::error::{Error, Kind, Source};
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
-use crate::attempts::{Answer, Mode, Ready, Refusal, serve};
+use crate::attempts::{Answer, Mode, Ready, Refusal, serve, sized};
 use crate::body::ReplyBody;
 use crate::context::{Count, Shared};
 use crate::errors::Reply;
@@ -28,6 +28,11 @@ fn broken(what: &'static str) -> Refusal {
 /// The first failure; all other sub-requests are ended.
 pub async fn serve_all(shared: &Arc<Shared>, count: &Arc<Count>) -> Result<Reply, Refusal> {
     let subs = shared.facts.subs();
+    // All or nothing: no part is sent when another can never be.
+    for index in (0..subs).step_by(shared.facts.samples as usize) {
+        let request = sized(shared, Mode { index, whole: false, joined: true });
+        shared.app.gate.check(&request).map_err(|error| Refusal { error, kept: None })?;
+    }
     // All are live before the first is sent, so that an abort by the client's id finds each.
     let owners: Vec<_> = (0..subs).map(|index| Sub::start(&shared.app, shared.facts.rid(index))).collect();
     if shared.facts.stream {

@@ -33,6 +33,22 @@ impl Admission {
         Ok(Ticket(self.queue.ticket(index)))
     }
 
+    /// Refuses what [`Admission::submit`] would refuse at once for its size or for want of workers, without queueing. For requests that
+    /// are served in parts, so that no part is sent when another can never be.
+    ///
+    /// # Errors
+    /// No worker of a role exists, or the request is larger than every rank.
+    pub fn check(&mut self, request: &Request, now: Moment) -> Result<(), Error> {
+        self.check_workers(now)?;
+        match self.too_large(request) {
+            Some(error) => {
+                self.counters.add(Reason::TooLarge);
+                Err(error)
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Takes a waiting request out. Unknown tickets are ignored (it may have been bound a moment ago).
     pub fn cancel(&mut self, ticket: Ticket) {
         if let Some(index) = self.queue.find(ticket.0) {

@@ -435,8 +435,7 @@ impl Scan {
                     }
                 }
                 if let Some((PromptKind::Ids, ids)) = inputs.last()
-                    && ids.batch.is_none()
-                    && ids.ids == 0
+                    && ids.batch.as_ref().map_or(ids.ids == 0, |batch| batch.iter().any(|(_, ids)| *ids == 0))
                     && !self.grows
                 {
                     return Err(field(b"input_ids", "it must not be empty").advise("send at least one token id"));

@@ -204,7 +204,8 @@ where
             self.flush(None)?;
             self.missing()?;
         } else if echo || inputs || counts || !event.payloads.is_empty() {
-            let merges = echo || inputs || !event.payloads.is_empty();
+            let finished = self.lacks() && self.plan.route == Route::Generate && has(b"\"finish_reason\":{");
+            let merges = echo || inputs || finished || !event.payloads.is_empty();
             let outline = match Outline::read(json, Source::Decode) {
                 Ok(outline) => outline,
                 Err(e) if merges => return Err(super::resolve::at(&self.plan, e)),
@@ -218,6 +219,9 @@ where
             self.flush(output)?;
             let usage = first
                 .is_some_and(|e| e.usage.is_some() && e.choices.is_empty() && e.sglext.is_none() && e.meta.is_none());
+            if usage && self.lacks() && output.is_some_and(|o| o <= 1) {
+                self.put_in(&event, output)?;
+            }
             if usage && self.plan.hide_usage {
                 return Ok(());
             }
@@ -227,7 +231,9 @@ where
                 return Ok(());
             }
             if merges {
-                return self.merged(&event, &outline, None);
+                // After one output token decode has no payload: prefill's rows are all there are, and have no place of their own.
+                let lone = finished && event.payloads.is_empty() && output.is_some_and(|o| o <= 1);
+                return self.merged(&event, &outline, None, lone);
             }
         } else if !json.is_empty() {
             self.flush(None)?;
@@ -253,14 +259,32 @@ where
     fn flush(&mut self, output: Option<u32>) -> Result<(), Error> {
         let Some(event) = self.held.take() else { return Ok(()) };
         let outline = Outline::read(event.json(), Source::Decode).map_err(|e| super::resolve::at(&self.plan, e))?;
-        self.merged(&event, &outline, output)
+        self.merged(&event, &outline, output, false)
     }
 
-    fn merged(&mut self, event: &Event, outline: &Outline, output: Option<u32>) -> Result<(), Error> {
-        self.settled |= !event.payloads.is_empty();
+    /// Whether a payload is owed and has not come.
+    fn lacks(&self) -> bool {
+        !self.settled && (self.plan.routed_experts || self.plan.indexer_topk)
+    }
+
+    /// The event that OpenAI routes send a payload in, in front of the `usage` event and made of it, for prefill's rows alone.
+    fn put_in(&mut self, usage: &Event, output: Option<u32>) -> Result<(), Error> {
+        const USAGE: &[u8] = b"\"usage\":";
+        let json = usage.json();
+        let Some(at) = memmem::rfind(json, USAGE) else { return Ok(()) };
+        let json = [&json[..at], USAGE, b"null}"].concat();
+        let outline = Outline::read(&json, Source::Decode).map_err(|e| super::resolve::at(&self.plan, e))?;
+        let text = [b"data: ", &json[..], b"\n\n"].concat();
+        let event = Event { text: text.into(), json: 6..6 + json.len(), payloads: Vec::new() };
+        self.merged(&event, &outline, output, true)
+    }
+
+    /// `whole`: a payload that is owed is put into this event, since decode has none.
+    fn merged(&mut self, event: &Event, outline: &Outline, output: Option<u32>, whole: bool) -> Result<(), Error> {
+        self.settled |= whole || !event.payloads.is_empty();
         let reply = Reply { text: event.json(), outline, payloads: &event.payloads };
         let output = output.or(self.account.completion_tokens);
-        let context = weave::Context { output, whole: false, echoed: self.echoed };
+        let context = weave::Context { output, whole, echoed: self.echoed };
         let (prefill, account) = (self.prefill.part(), &mut self.account);
         if let Waiting::Done(part) = &self.prefill
             && let Err(e) = &**part
@@ -295,7 +319,8 @@ where
         let held = self.held.is_some();
         let logprobs = self.plan.logprobs
             && (has(b"\"input_") || (self.plan.route == Route::Completions && has(b"\"logprobs\":{")));
-        held || logprobs || !event.payloads.is_empty()
+        let lacks = self.lacks() && (has(b"\"finish_reason\":{") || has(b"\"usage\":{"));
+        held || logprobs || lacks || !event.payloads.is_empty()
     }
 
     fn end(&mut self) -> Result<(), Error> {

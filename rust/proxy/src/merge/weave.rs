@@ -1,5 +1,5 @@
 //! One JSON value of decode's with prefill's part woven in. Bytes that are not merged stay as they are.
-use r3router_core::error::Error;
+use r3router_core::error::{Error, Kind, Source};
 use r3router_core::r3::Name;
 use r3router_core::r3::outline::{Element, Member, Meta, Outline, elements};
 use r3router_core::wire::{Route, Span};
@@ -60,7 +60,7 @@ pub(super) fn weave(
         if plan.logprobs
             && let Some(p) = prefill
         {
-            logprobs(plan, reply, i, e, p, context, &mut edits);
+            logprobs(plan, reply, i, e, p, context, &mut edits)?;
         }
         for name in [Name::RoutedExperts, Name::IndexerTopk] {
             let wanted = match name {
@@ -207,11 +207,20 @@ fn logprobs(
     prefill: &PrefillPart,
     context: Context,
     edits: &mut Vec<Edit>,
-) {
-    let Some(from) = prefill.outline.elements.get(i) else { return };
+) -> Result<(), Error> {
+    let from = prefill.outline.elements.get(i);
     let key = |text: &[u8], m: &Member| text[m.key.start..m.key.end].to_vec();
     for place in Place::all(e).filter(|p| *p != Place::Ext) {
-        let (Some(to), Some(p)) = (place.of(e), place.of(from)) else { continue };
+        let Some(to) = place.of(e) else { continue };
+        let p = from.and_then(|from| place.of(from));
+        // Decode's own list is empty, so one that prefill does not have would be silently lost.
+        let has = |own: &Member| p.is_some_and(|p| p.inputs.iter().any(|m| key(&prefill.text, m) == key(reply.text, own)));
+        if let Some(lost) = to.inputs.iter().find(|own| !has(own) && !e.aborted()) {
+            let name = String::from_utf8_lossy(&key(reply.text, lost)).into_owned();
+            let e = Error::new(Kind::EngineProtocol, Source::Prefill, format!("prefill's reply has no {name}"));
+            return Err(super::resolve::at(plan, e));
+        }
+        let Some(p) = p else { continue };
         if to.inputs.is_empty() && !context.whole {
             continue;
         }
@@ -235,9 +244,13 @@ fn logprobs(
             edits.push(Edit { cut: Span { start: at, end: at }, put: Put::Text(missing) });
         }
     }
-    if plan.route == Route::Completions && !context.echoed {
+    if plan.route == Route::Completions
+        && !context.echoed
+        && let Some(from) = from
+    {
         echo(reply, e, from, prefill, edits);
     }
+    Ok(())
 }
 
 /// Completions with echo: every list of `logprobs` begins with the prompt's entries, which only prefill has. Prefill's own lists end
