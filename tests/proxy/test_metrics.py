@@ -61,7 +61,7 @@ async def test_every_way_to_end_is_counted_once(lab: Lab) -> None:
     await expect("engine_failed")
     await fleet.quiet()
     fleet.p.script = None
-    fleet.d.script = lambda leg: rst()
+    fleet.d.script = lambda leg: rst(after=0.3)  # soon after the request it would look like an idle connection that was closed
     assert (await client.generate(**GENERATE)).status == 502
     await expect("engine_failed")
     await fleet.quiet()
