@@ -205,7 +205,7 @@ fn facts_of_generate() {
         let f = one(&format!(r#"{{"input_ids":[1],{more}}}"#));
         assert_eq!((f.prompt(0).ids, f.prompt(0).exact), (Some(1), false));
     }
-    assert!(one(r#"{"input_ids":[1],"image_data":null,"session_params":{}}"#).prompt(0).exact);
+    assert!(one(r#"{"input_ids":[1],"image_data":null,"session_params":{},"session_id":"s"}"#).prompt(0).exact);
     assert_eq!(one(r#"{"input_ids":[],"session_params":{"id":"s"}}"#).prompt(0).ids, Some(0));
     assert_eq!(one(r#"{"input_ids":[-1, 0 ,7]}"#).prompt(0).ids, Some(3));
     // Of a field that is spelled twice the last counts, as for the engines.

@@ -7,8 +7,10 @@ use std::task::{Context, Poll, Waker};
 use bytes::Bytes;
 use http_body::{Body, Frame};
 use libfuzzer_sys::fuzz_target;
+use r3router_core::error::Source;
+use r3router_core::r3::outline::Outline;
 use r3router_core::wire::Route;
-use r3router_proxy::merge::{Plan, merge_json, merge_sse, read_prefill};
+use r3router_proxy::merge::{Hold, Plan, merge_json, merge_sse, read_prefill};
 use r3router_proxy::store::Arena;
 
 struct Memory(Bytes, usize);
@@ -52,6 +54,7 @@ fuzz_target!(|data: &[u8]| {
         by_ref: how & 8 != 0,
         hide_usage: how & 16 != 0,
         max_new_tokens: Some(4),
+        hold: if decode_start & 128 == 0 { Hold::Narrow } else { Hold::Text },
         ..Plan::relay([Route::Generate, Route::Chat, Route::Completions][usize::from(how >> 6) % 3])
     };
     let chunk = usize::from(*start / 8) + 1;
@@ -62,6 +65,7 @@ fuzz_target!(|data: &[u8]| {
             let length = merged.content_length();
             let out = drain(merged);
             assert_eq!(out.len() as u64, length);
+            assert!(Outline::read(&out, Source::Decode).is_ok(), "a merged reply is JSON");
         }
     } else {
         drain(merge_sse(Memory(d, chunk), part(), plan.clone(), arena.clone()));

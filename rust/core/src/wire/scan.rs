@@ -187,7 +187,7 @@ impl Scan {
             b"text" if route == Route::Generate => self.text = texts(c, name)?,
             b"input_embeds" if route == Route::Generate => self.embeds = embeds(c)?,
             b"sampling_params" if route == Route::Generate => self.sampling(c)?,
-            b"session_params" | b"session_id" => self.grows |= filled(c)?,
+            b"session_params" => self.grows |= filled(c)?,
             b"image_data" | b"video_data" | b"audio_data" => {
                 let start = c.pos;
                 self.grows |= filled(c)?;

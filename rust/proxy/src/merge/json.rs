@@ -109,7 +109,13 @@ pub(super) fn begin_payload(
 }
 
 /// See [`super::merge_json`].
-pub(super) async fn merge<B, F>(mut body: B, prefill: F, plan: &Plan, arena: &Arena) -> Result<Merged, Error>
+pub(super) async fn merge<B, F>(
+    mut body: B,
+    content_length: Option<u64>,
+    prefill: F,
+    plan: &Plan,
+    arena: &Arena,
+) -> Result<Merged, Error>
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::fmt::Display,
@@ -128,7 +134,12 @@ where
         while let Fed::Opened(name) = intake.feed(&chunk, &mut input)? {
             // Prefill's rows show how wide a row is, and so how far decode's junk goes.
             poll_fn(|cx| prefill.poll(cx)).await;
-            let how = begin_payload(plan, &intake, 0, name, prefill.part());
+            let mut how = begin_payload(plan, &intake, 0, name, prefill.part());
+            if how.hint == 0 {
+                // What is left of the reply bounds what comes: four text bytes are three bytes, four bytes are a number.
+                let left = content_length.map_or(0, |len| len.saturating_sub(intake.bytes) / 4 * 3);
+                how.hint = usize::try_from(left.saturating_sub(how.skip) / 4).unwrap_or(0);
+            }
             intake.begin(name, how, None);
         }
     }

@@ -44,7 +44,8 @@ pub struct Plan {
     pub start: u32,
     /// `routed_experts_start_len` as decode got it.
     pub decode_start: u32,
-    /// The client takes references (`return_outputs_via_store`, `x-r3-transport: ref`).
+    /// The client takes references (`return_outputs_via_store`, `x-r3-transport: ref`). It gets one when the engines sent
+    /// descriptors, and rows in the reply when they sent rows.
     pub by_ref: bool,
     /// Most tokens that decode may generate, when known; bounds row counts where the reply does not say them.
     pub max_new_tokens: Option<u32>,
@@ -171,8 +172,7 @@ where
     B::Error: std::fmt::Display,
     F: Future<Output = Result<PrefillPart, Error>>,
 {
-    let _ = content_length;
-    json::merge(body, prefill, plan, arena).await
+    json::merge(body, content_length, prefill, plan, arena).await
 }
 
 /// Joins the merged replies of a split request, in the order of its sub-requests, to the one reply that an engine would give:

@@ -5,6 +5,8 @@ use std::task::Poll;
 
 use http_body::Body;
 use r3router_core::error::{Error, Kind, Source};
+use r3router_core::r3::Dtype;
+use r3router_core::r3::descriptor::Descriptor;
 use r3router_proxy::merge::{Account, MergedStream, Plan, merge_sse};
 use r3router_proxy::store::Arena;
 use serde_json::Value;
@@ -252,6 +254,31 @@ async fn events_go_out_before_prefills_reply_has_come() {
     assert!(send.send(prefill_part(&case.prefill(), &case.plan(), &arena, 64).await).is_ok());
     let rest = String::from_utf8(all(stream).await).unwrap();
     assert_eq!(rest, generate(&case, &case.merged_payload())[first_two..]);
+}
+
+#[tokio::test]
+async fn a_stream_ends_with_the_reference_when_the_rows_stay_on_the_engines() {
+    let descriptor = |uri: &str, pos, rows| {
+        Descriptor { uri: uri.into(), offset: 0, pos, rows, dtype: Dtype::U8, layers: 2, top_k: 2, crc32: 9 }.encode_base64()
+    };
+    for place in [Place::Meta, Place::ChatExt] {
+        let case = Case { decode_start: 5, ..Case::new(place) };
+        let plan = Plan { by_ref: true, ..case.plan() };
+        let prefill = case.reply(1, Some(&Case::quoted(&descriptor("r3://p/1", 0, 5))), "p");
+        let stream_of = |payload: &str| if place == Place::Meta { generate(&case, payload) } else { openai(&case, payload, true) };
+        for chunk in [1, 40, 4096] {
+            let out = stream(&prefill, &stream_of(&descriptor("r3://d/2", 5, 2)), &plan, chunk).await;
+            let segment = |uri: &str, pos, rows| {
+                format!(r#"{{"uri":"{uri}","offset":0,"pos":{pos},"rows":{rows},"dtype":"uint8","crc32":9}}"#)
+            };
+            let envelope = format!(
+                r#""output_store_ref":{{"handle":{{"type":"r3router","v":1,"segments":[{},{}],"expires_s":600}},"fields":{{"routed_experts":{{"dtype":"uint8","shape":[7,2,2]}}}}}}"#,
+                segment("r3://p/1", 0, 5),
+                segment("r3://d/2", 5, 2)
+            );
+            assert_eq!(out.text, stream_of("@").replace(r#""routed_experts":"@""#, &envelope));
+        }
+    }
 }
 
 #[tokio::test]
