@@ -80,6 +80,30 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
 
+    def kill(self) -> None:
+        """Kills the process group, as an out-of-memory killer does."""
+        self.stop(signal.SIGKILL)
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """The series of one Prometheus family, by label text (empty without labels)."""
+        found = {}
+        for line in call(f"{self.url}/metrics")[1].decode().splitlines():
+            family, _, rest = line.partition("{") if "{" in line.split(" ")[0] else (line.split(" ")[0], "", line)
+            if family == name:
+                labels, _, value = rest.rpartition(" ")
+                found[labels.rstrip("}") if "{" in line else ""] = float(value)
+        return found
+
+    def loads(self) -> list[Any]:
+        """An engine's `/v1/loads`, one entry a rank in rank order."""
+        loads = json.loads(call(f"{self.url}/v1/loads?include=all")[1])["loads"]
+        return sorted(loads, key=lambda load: int(load["dp_rank"]))
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The router's log lines of finished requests: `rid`, `room`, `p` and `d` (`url@rank`), outcome."""
+        lines = [json.loads(line) for line in self.text().splitlines() if line.startswith("{")]
+        return [line.get("fields", line) for line in lines if line.get("target") == "r3router::request"]
+
     def text(self) -> str:
         """What it has printed so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -163,6 +187,20 @@ def ready(process: Process) -> Process:
 
 
 @contextlib.contextmanager
+def engines(*wanted: tuple[str, str, dict[str, Any]]) -> Iterator[list[Process]]:
+    """Starts engines (role, name, further arguments of `engine`) one after another: together they take twice as long on two cores."""
+    started: list[Process] = []
+    try:
+        for role, name, settings in wanted:
+            started.append(engine(role, name=name, **settings))
+            ready(started[-1])
+        yield started
+    finally:
+        for process in started:
+            process.stop()
+
+
+@contextlib.contextmanager
 def router(prefill: list[Process], decode: list[Process], *arguments: str, name: str = "router") -> Iterator[Process]:
     """r3router in front of engines, ready when it takes requests."""
     port, metrics = free_port(), free_port()
@@ -180,6 +218,7 @@ def router(prefill: list[Process], decode: list[Process], *arguments: str, name:
         "--prometheus-port",
         str(metrics),
         "--pd-disaggregation",
+        "--log-json",
         *arguments,
     ]
     for engine_ in prefill:
@@ -196,6 +235,23 @@ def router(prefill: list[Process], decode: list[Process], *arguments: str, name:
 
 
 @dataclass
+class Front:
+    """A router in front of a pair, and the unified engine that says what is right."""
+
+    unified: Process
+    router: Process
+
+    @property
+    def url(self) -> str:
+        """The router's address."""
+        return self.router.url
+
+    def both(self, path: str, body: Any) -> tuple[Any, Any]:
+        """The router's reply and the unified engine's."""
+        return post(self.url + path, body), post(self.unified.url + path, body)
+
+
+@dataclass
 class Trio:
     """A unified engine and a pair of the same model."""
 
@@ -206,20 +262,12 @@ class Trio:
 
 @contextlib.contextmanager
 def trio(model: str) -> Iterator[Trio]:
-    """Starts the three one after another (together they take twice as long on two cores), or uses the running ones that
-    `R3ROUTER_SGLANG_TRIO=unified,prefill,bootstrap_port,decode` names."""
+    """Starts the three, or uses the running ones that `R3ROUTER_SGLANG_TRIO=unified,prefill,bootstrap_port,decode` names."""
     given = os.environ.get("R3ROUTER_SGLANG_TRIO")
     if given and model == "qwen3_5_moe":
         unified, prefill, bootstrap, decode = given.split(",")
         none = Path("/dev/null")
         yield Trio(Process(unified, None, none), Process(prefill, None, none, int(bootstrap)), Process(decode, None, none))
         return
-    started: list[Process] = []
-    try:
-        for role in ("unified", "prefill", "decode"):
-            started.append(engine(role, model=model, name=f"{model}-{role}"))
-            ready(started[-1])
+    with engines(*((role, f"{model}-{role}", {"model": model}) for role in ("unified", "prefill", "decode"))) as started:
         yield Trio(*started)
-    finally:
-        for process in started:
-            process.stop()

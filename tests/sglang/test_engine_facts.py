@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from .compare import rows
+from .equality import generate
 from .fleet import Trio, call, post
-from .test_equality import generate
 
 
 def by_hand(trio: Trio, body: dict[str, Any], decode: dict[str, Any] | None = None) -> tuple[Any, Any]:

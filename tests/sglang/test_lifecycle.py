@@ -15,8 +15,8 @@ import pytest
 
 from . import fleet
 from .compare import same_generate
+from .equality import generate
 from .fleet import Process, Trio, call, post
-from .test_equality import generate
 
 SETTLE_SECONDS = 30
 
