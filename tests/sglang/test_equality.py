@@ -14,8 +14,8 @@ from .fleet import Front, Process, Trio
 class TestHybrid(Equality):
     """Qwen3.5-MoE shape: KV and mamba state travel."""
 
-    @classmethod
     @pytest.fixture(scope="class")
+    @classmethod
     def front(cls, trio: Trio, router: Process) -> Front:
         return Front(trio.unified, router)
 
@@ -23,8 +23,8 @@ class TestHybrid(Equality):
 class TestPlain(Equality):
     """Qwen3-MoE shape: KV only."""
 
-    @classmethod
     @pytest.fixture(scope="class")
+    @classmethod
     def front(cls) -> Iterator[Front]:
         with fleet.trio("qwen3_moe") as trio, fleet.router([trio.prefill], [trio.decode], name="router-plain") as router:
             yield Front(trio.unified, router)
