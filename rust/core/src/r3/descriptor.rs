@@ -7,6 +7,9 @@
 //! {"uri":"r3://10.0.0.7:9400/a/17","offset":0,"pos":0,"rows":57000,"dtype":"uint8","shape":[57000,40,8],"crc32":305419896}
 //! ```
 //!
+//! `crc32` is `null` when the engine writes the rows in the background and sends the reply first; the checksum then comes with
+//! the rows, in the file's header and in the agent's `x-r3-crc32`.
+//!
 //! A raw payload cannot begin with the magic: as an int32 it would be expert 826,815,314.
 use std::fmt::Write;
 
@@ -40,8 +43,8 @@ pub struct Descriptor {
     pub layers: u32,
     /// Experts of a layer.
     pub top_k: u32,
-    /// CRC-32 (IEEE) of the `rows * layers * top_k * dtype` bytes.
-    pub crc32: u32,
+    /// CRC-32 (IEEE) of the `rows * layers * top_k * dtype` bytes; `None` when only the place that serves them knows it.
+    pub crc32: Option<u32>,
 }
 
 impl Descriptor {
@@ -52,6 +55,7 @@ impl Descriptor {
         push_string(&mut out, &self.uri);
         let Self { offset, pos, rows, layers, top_k, crc32, .. } = self;
         let dtype = self.dtype.name();
+        let crc32 = crc32.map_or_else(|| "null".to_owned(), |crc| crc.to_string());
         // Writing to a string cannot fail.
         let _ = write!(
             out,
@@ -107,7 +111,7 @@ struct Fields {
     rows: Option<u32>,
     dtype: Option<Dtype>,
     shape: [u64; 3],
-    crc32: Option<u32>,
+    crc32: Option<Option<u32>>,
 }
 
 impl Fields {
@@ -122,7 +126,11 @@ impl Fields {
                 b"pos" => fields.pos = small(number(c)?),
                 b"rows" => fields.rows = small(number(c)?),
                 b"dtype" => fields.dtype = text(c)?.and_then(|t| Dtype::of(&t)),
-                b"crc32" => fields.crc32 = small(number(c)?),
+                b"crc32" if c.peek() == Some(b'n') => {
+                    c.value()?;
+                    fields.crc32 = Some(None);
+                }
+                b"crc32" => fields.crc32 = small(number(c)?).map(Some),
                 b"shape" => {
                     let mut i = 0;
                     c.list(|c| {
@@ -177,7 +185,7 @@ mod tests {
             dtype: Dtype::U8,
             layers: 40,
             top_k: 8,
-            crc32: 0x1234_5678,
+            crc32: Some(0x1234_5678),
         }
     }
 
@@ -192,6 +200,14 @@ mod tests {
         let text = d.encode_base64();
         assert!(text.as_bytes().starts_with(&TEXT_PREFIX), "{text}");
         assert_eq!(base64_simd::STANDARD.decode_to_vec(text).unwrap(), d.encode());
+    }
+
+    #[test]
+    fn a_checksum_that_comes_with_the_rows_is_null() {
+        let d = Descriptor { crc32: None, ..sample() };
+        let bytes = d.encode();
+        assert!(bytes.ends_with(b",\"crc32\":null}"));
+        assert_eq!(Descriptor::decode(&bytes).unwrap(), d);
     }
 
     #[test]

@@ -474,7 +474,7 @@ fn payload(engine: &Engine, job: &Job, sub: &Sub, tokens: u32, by_reference: boo
         dtype: Dtype::for_experts(shape.experts),
         layers: shape.layers,
         top_k: shape.top_k,
-        crc32: crc32_of(&engine.pattern, &rows),
+        crc32: Some(crc32_of(&engine.pattern, &rows)),
     };
     Some(Payload::Descriptor(descriptor.encode_base64()))
 }

@@ -31,7 +31,8 @@ pub(super) fn envelope(start: u32, prefill: &Descriptor, decode: Option<&Descrip
         let Descriptor { layers, top_k, dtype, .. } = s.of;
         let row = u64::from(*layers) * u64::from(*top_k) * dtype.size() as u64;
         // The checksum is of all rows of the engine's object; a part of it has none.
-        let crc = if s.rows == u64::from(s.of.rows) { s.of.crc32.to_string() } else { "null".to_owned() };
+        let crc = s.of.crc32.filter(|_| s.rows == u64::from(s.of.rows));
+        let crc = crc.map_or_else(|| "null".to_owned(), |crc| crc.to_string());
         let (uri, offset) = (Json(&s.of.uri), s.of.offset + s.skip * row);
         // Writing to a string cannot fail.
         let _ = write!(

@@ -214,7 +214,8 @@ fn logprobs(
         let Some(to) = place.of(e) else { continue };
         let p = from.and_then(|from| place.of(from));
         // Decode's own list is empty, so one that prefill does not have would be silently lost.
-        let has = |own: &Member| p.is_some_and(|p| p.inputs.iter().any(|m| key(&prefill.text, m) == key(reply.text, own)));
+        let has =
+            |own: &Member| p.is_some_and(|p| p.inputs.iter().any(|m| key(&prefill.text, m) == key(reply.text, own)));
         if let Some(lost) = to.inputs.iter().find(|own| !has(own) && !e.aborted()) {
             let name = String::from_utf8_lossy(&key(reply.text, lost)).into_owned();
             let e = Error::new(Kind::EngineProtocol, Source::Prefill, format!("prefill's reply has no {name}"));

@@ -259,13 +259,15 @@ async fn events_go_out_before_prefills_reply_has_come() {
 #[tokio::test]
 async fn a_stream_ends_with_the_reference_when_the_rows_stay_on_the_engines() {
     let descriptor = |uri: &str, pos, rows| {
-        Descriptor { uri: uri.into(), offset: 0, pos, rows, dtype: Dtype::U8, layers: 2, top_k: 2, crc32: 9 }.encode_base64()
+        Descriptor { uri: uri.into(), offset: 0, pos, rows, dtype: Dtype::U8, layers: 2, top_k: 2, crc32: Some(9) }
+            .encode_base64()
     };
     for place in [Place::Meta, Place::ChatExt] {
         let case = Case { decode_start: 5, ..Case::new(place) };
         let plan = Plan { by_ref: true, ..case.plan() };
         let prefill = case.reply(1, Some(&Case::quoted(&descriptor("r3://p/1", 0, 5))), "p");
-        let stream_of = |payload: &str| if place == Place::Meta { generate(&case, payload) } else { openai(&case, payload, true) };
+        let stream_of =
+            |payload: &str| if place == Place::Meta { generate(&case, payload) } else { openai(&case, payload, true) };
         for chunk in [1, 40, 4096] {
             let out = stream(&prefill, &stream_of(&descriptor("r3://d/2", 5, 2)), &plan, chunk).await;
             let segment = |uri: &str, pos, rows| {
