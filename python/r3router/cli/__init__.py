@@ -12,6 +12,7 @@ COMMANDS: Final = {
     "emulate": "Run a fleet of emulated engines on loopback, with the router command that fits it.",
     "simulate": "Run scenarios in virtual time with the real admission.",
     "demo": "Show the incident and its cure on an emulated fleet.",
+    "agent": "Serve R3 rows of the engines on this host.",
     "version": "Print the version.",
 }
 

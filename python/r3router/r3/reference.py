@@ -1,0 +1,151 @@
+"""A reply's reference to its rows: the envelope `output_store_ref`, whose segments lie one after another in the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urljoin
+
+from .descriptor import Descriptor
+from .errors import FormatError
+from .format import HEADER_BYTES, numpy_dtype
+
+FIELDS = ("routed_experts", "indexer_topk")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows that lie together in one object of a router or an agent."""
+
+    uri: str
+    offset: int
+    """Byte of the first row of this segment: in the file when there is one, else in what the address serves."""
+    pos: int
+    """Position of the first row in the sequence."""
+    rows: int
+    dtype: str
+    crc32: int | None = None
+    """Of this segment's bytes; `None` when the segment is a part of its object, or when only the object's owner knows it."""
+    path: str | None = None
+    host: str | None = None
+
+    def url(self, base: str) -> str:
+        """Where HTTP finds it. `base` is the router's address, for addresses without a host."""
+        if self.uri.startswith("r3://"):
+            return "http://" + self.uri.removeprefix("r3://")
+        return urljoin(base, self.uri)
+
+    def skip_bytes(self) -> int:
+        """Bytes of the object's rows before this segment."""
+        # A router's object and a plug-in's are files with a header. Emulated engines serve rows alone and give no path.
+        in_file = self.path is not None or not self.uri.startswith("r3://")
+        skip = self.offset - HEADER_BYTES if in_file else self.offset
+        if skip < 0:
+            raise FormatError(f"{self.uri}: offset {self.offset} lies inside the header")
+        return skip
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where the rows of one field of one reply are."""
+
+    segments: tuple[Segment, ...]
+    dtype: str
+    shape: tuple[int, int, int]
+    """Rows, layers, experts of a layer."""
+    expires_s: float | None = None
+    """Seconds from the reply on; `None` when it is not told."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.shape[0]
+
+    @property
+    def start(self) -> int:
+        """Position of the first row in the sequence."""
+        return self.segments[0].pos if self.segments else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows in their narrow form."""
+        return self.shape[0] * self.shape[1] * self.shape[2] * numpy_dtype(self.dtype).itemsize
+
+    def cut(self, first: int, end: int) -> list[tuple[Segment, int, int, int]]:
+        """The parts that hold rows `first..end`, counted from the reference's first row.
+
+        Each is a segment, its rows `a..b`, and at which row of the result they belong.
+
+        Raises:
+            IndexError: the range is empty backwards or lies outside.
+        """
+        if not 0 <= first <= end <= self.rows:
+            raise IndexError(f"rows {first}:{end} lie outside of the {self.rows} rows of this payload")
+        parts = []
+        at = 0
+        for segment in self.segments:
+            a, b = max(first, at), min(end, at + segment.rows)
+            if a < b:
+                parts.append((segment, a - at, b - at, a - first))
+            at += segment.rows
+        return parts
+
+    @classmethod
+    def parse(cls, envelope: Any, field: str = "routed_experts") -> Reference:
+        """Reads `output_store_ref`.
+
+        Raises:
+            FormatError: it is no reference of r3router's (another store's, say), or its segments do not fit together.
+        """
+        try:
+            handle = envelope["handle"]
+            if not isinstance(handle, Mapping) or handle.get("type") != "r3router":
+                raise FormatError(f"the reference is not r3router's: its handle is {handle!r:.200}")
+            if handle.get("v") != 1:
+                raise FormatError(f"the reference is of version {handle.get('v')!r}; this package reads version 1")
+            about = envelope["fields"][field]
+            rows, layers, top_k = (int(n) for n in about["shape"])
+            segments = tuple(
+                Segment(
+                    uri=str(s["uri"]),
+                    offset=int(s["offset"]),
+                    pos=int(s["pos"]),
+                    rows=int(s["rows"]),
+                    dtype=str(s["dtype"]),
+                    crc32=None if s.get("crc32") is None else int(s["crc32"]),
+                    path=s.get("path"),
+                    host=s.get("host"),
+                )
+                for s in handle["segments"]
+                if s.get("field", field) == field
+            )
+            made = cls(segments, str(about["dtype"]), (rows, layers, top_k), handle.get("expires_s"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"the reference cannot be read: {error!r} in {envelope!r:.400}") from error
+        made._check()
+        return made
+
+    @classmethod
+    def of(cls, descriptor: Descriptor) -> Reference:
+        """The reference to the rows of one engine, for clients that talk to it without a router."""
+        d = descriptor
+        segment = Segment(d.uri, d.offset, d.pos, d.rows, d.dtype, d.crc32, d.path, d.host)
+        made = cls((segment,), d.dtype, (d.rows, d.layers, d.top_k))
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        rows, layers, top_k = self.shape
+        if rows < 0 or (rows > 0 and min(layers, top_k) < 1):
+            raise FormatError(f"shape {self.shape} makes no sense")
+        widest = numpy_dtype(self.dtype).itemsize
+        at = self.start
+        for segment in self.segments:
+            if segment.pos != at or segment.rows < 0 or segment.offset < 0:
+                raise FormatError(f"segment {segment.uri} begins at {segment.pos} where {at} was expected ({segment.rows} rows)")
+            if numpy_dtype(segment.dtype).itemsize > widest:
+                raise FormatError(f"segment {segment.uri} is {segment.dtype}, wider than the payload's {self.dtype}")
+            at += segment.rows
+        if at - self.start != rows:
+            raise FormatError(f"the segments have {at - self.start} rows, the payload {rows}")

@@ -1,0 +1,1 @@
+"""R3 by reference: files, references, client and agent."""
