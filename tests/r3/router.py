@@ -31,6 +31,7 @@ class ScriptedRouter:
     fetched: list[str] = field(default_factory=list)
     break_fetch: dict[str, str] = field(default_factory=dict)
     """By id: `gone`, `expired`, `denied`, `cut` (breaks off), `flip` (one wrong byte), `500`."""
+    get_hook: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
     server: TestServer | None = None
 
     @property
@@ -74,6 +75,8 @@ class ScriptedRouter:
     async def _get(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["id"]
         self.fetched.append(name)
+        if self.get_hook is not None:
+            return await self.get_hook(request)
         how = self.break_fetch.get(name)
         if how in ("gone", "expired", "denied", "500"):
             return web.Response(status={"gone": 404, "expired": 410, "denied": 403, "500": 500}[how], text=how)
