@@ -5,6 +5,6 @@ file in shared memory; a tensor of about 200 bytes with the file's address takes
 unmodified pickle, base64 and JSON. Whatever is unknown or fails leaves the engine as it was: rows in-line, and a line in the log.
 """
 
-from .register import register
+from .hooks import register
 
 __all__ = ["register"]
