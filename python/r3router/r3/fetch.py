@@ -18,7 +18,8 @@ IDLE_SECONDS: Final = 60.0
 """A fetch that gets no byte for so long is given up."""
 
 
-def _failure(url: str, status: int, text: str) -> R3Error:
+def failure(url: str, status: int, text: str) -> R3Error:
+    """What an answer that is no success means."""
     message = f"GET {url}: {status} {text[:300]}"
     if status in (404, 410):
         return RowsGone(message)
@@ -65,7 +66,7 @@ async def fetch_segment(
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=IDLE_SECONDS)
         async with http.get(url, params=params, headers=headers(key), timeout=timeout, auto_decompress=False) as reply:
             if reply.status not in (200, 206):
-                raise _failure(url, reply.status, await reply.text(errors="replace"))
+                raise failure(url, reply.status, await reply.text(errors="replace"))
             told = reply.headers.get("x-r3-dtype", segment.dtype)
             if told != segment.dtype:
                 raise FormatError(f"{url} serves {told}, the reference says {segment.dtype}")
