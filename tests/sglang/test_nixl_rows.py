@@ -41,8 +41,9 @@ async def main():
             for turn in range(3):
                 paths = [put(store, rows[:15000], 0), put(store, rows[14000:], 14000)]
                 segments = [
-                    {"uri": f"r3://127.0.0.1:{port}/{paths[0].stem}", "offset": 256, "pos": 0, "rows": 15000, "dtype": "uint8", "path": "/x"},
-                    {"uri": f"r3://127.0.0.1:{port}/{paths[1].stem}", "offset": 256 + 1000 * 384, "pos": 15000, "rows": 5000, "dtype": "uint8", "path": "/x"},
+                    {"uri": f"r3://127.0.0.1:{port}/{path.stem}", "offset": offset, "pos": pos, "rows": count}
+                    | {"dtype": "uint8", "path": "/x"}
+                    for path, offset, pos, count in ((paths[0], 256, 0, 15000), (paths[1], 256 + 1000 * 384, 15000, 5000))
                 ]
                 ref = Reference.parse({"handle": {"type": "r3router", "v": 1, "segments": segments},
                     "fields": {"routed_experts": {"dtype": "uint8", "shape": [20000, 48, 8]}}})

@@ -1,0 +1,188 @@
+"""The plug-in in real engines: rows by reference are the unified engine's, and whatever fails leaves the engine as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from r3router.client import Client
+from r3router.r3 import Reference, open_rows
+from r3router.r3.descriptor import MAGIC, Descriptor
+from r3router.r3.reader import Reader
+
+from . import fleet
+from .compare import rows
+from .equality import generate, prompt
+from .fleet import Process, Trio, post
+from .test_engine_facts import by_hand
+
+LAYERS, TOP_K = 4, 2
+PYTHON = Path(__file__).parents[2] / "python"
+
+
+def variables(folder: Path, **more: str) -> dict[str, str]:
+    """Environment in which an engine finds the plug-in as if the package was installed."""
+    info = folder / "r3router-0.1.0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: r3router\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nr3router = r3router.plugin:register\n")
+    found = {"PYTHONPATH": f"{PYTHON}{os.pathsep}{folder}", "SGLANG_PLUGINS": "r3router", "R3ROUTER_AGENT_HOST": "127.0.0.1"}
+    return found | {"R3ROUTER_PLUGIN_BYTES": "64MiB"} | more
+
+
+@pytest.fixture(scope="module")
+def pair(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    """The unified engine without the plug-in, and a pair with it."""
+    settings: dict[str, Any] = {
+        "variables": variables(tmp_path_factory.mktemp("site")),
+        # Without it the engine sizes a pool by the machine's free memory, which other engines have taken.
+        "arguments": ("--hicache-ratio", "1.5"),
+    }
+    with fleet.engines(("prefill", "plugin-prefill", settings), ("decode", "plugin-decode", settings)) as (prefill, decode):
+        for process in (prefill, decode):
+            eventually(lambda process=process: raw(process_reply(process)).startswith(MAGIC), "the agent to answer")
+        yield Trio(trio.unified, prefill, decode)
+
+
+def eventually(done: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        time.sleep(0.2)
+
+
+def process_reply(process: Process) -> Any:
+    """A health check's reply: engines of a pair answer requests without a partner when the bootstrap host is the fake one."""
+    fake = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 1}
+    return post(f"{process.url}/generate", generate(6, 3) | fake)
+
+
+def raw(reply: Any) -> bytes:
+    return base64.b64decode(reply["meta_info"].get("routed_experts") or "")
+
+
+def read(reply: Any) -> np.ndarray:
+    """Rows of a reply of one engine, `[tokens, 8]`, over HTTP from its agent."""
+
+    async def get() -> np.ndarray:
+        reference = Reference.of(Descriptor.decode(raw(reply)))
+        async with aiohttp.ClientSession() as http:
+            fetched = await Reader(http, map_files=False).read(reference)
+            mapped = await Reader(http, verify_files=True).read(reference)
+            assert np.array_equal(fetched, mapped) and fetched.dtype == mapped.dtype == np.uint8
+            assert await Reader(http).release(reference)
+        return mapped.astype(np.int32).reshape(len(mapped), -1)
+
+    return asyncio.run(get())
+
+
+@pytest.mark.parametrize(("length", "new"), [(5, 4), (40, 16), (300, 32), (1500, 8), (1, 2)])
+def test_prefills_rows_then_decodes_tail_are_the_unified_rows(pair: Trio, length: int, new: int) -> None:
+    body = generate(length, new)
+    decode, prefill = by_hand(pair, body, {"routed_experts_start_len": length})
+    unified = rows(post(f"{pair.unified.url}/generate", body)["meta_info"]["routed_experts"])
+    assert len(prefill["meta_info"]["routed_experts"]) < 700
+    left, right = read(prefill), read(decode)
+    assert (len(left), len(right)) == (length, new - 1)
+    assert np.array_equal(np.concatenate([left, right]), unified)
+
+
+def test_the_descriptor_and_the_file_say_what_they_hold(pair: Trio) -> None:
+    decode, _ = by_hand(pair, generate(40, 6), {"routed_experts_start_len": 30})
+    got = Descriptor.decode(raw(decode))
+    assert (got.pos, got.rows, got.layers, got.top_k, got.dtype, got.offset) == (30, 15, LAYERS, TOP_K, "uint8", 256)
+    read_again = Path(str(got.path))
+    eventually(read_again.exists, "the rows to be written")
+    header, _ = open_rows(read_again)
+    assert header.start == 30 and header.rid and header.expires_ms - header.created_ms == 600_000
+    read(decode)
+    assert not read_again.exists()
+
+
+def test_many_at_once_all_get_their_own_rows(pair: Trio) -> None:
+    lengths = [20 + 7 * at for at in range(16)]
+
+    def both(length: int) -> np.ndarray:
+        decode, prefill = by_hand(pair, generate(length, 12), {"routed_experts_start_len": length})
+        return np.concatenate([read(prefill), read(decode)])
+
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(both, lengths))
+    for length, found in zip(lengths, got, strict=True):
+        assert np.array_equal(found, rows(post(f"{pair.unified.url}/generate", generate(length, 12))["meta_info"]["routed_experts"]))
+
+
+def test_requests_without_r3_have_none(pair: Trio) -> None:
+    body = generate(9, 4)
+    del body["return_routed_experts"]
+    for reply in by_hand(pair, body):
+        assert "routed_experts" not in reply["meta_info"]
+
+
+def agents(process: Process) -> list[int]:
+    """Pids of an engine's agents."""
+    assert process.popen is not None
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                session = int((Path("/proc") / str(parent) / "stat").read_text().rpartition(")")[2].split()[3])
+            except (OSError, IndexError, ValueError):
+                continue
+            if b"agent" in command and b"--engine-pid" in command and session == process.popen.pid:
+                found.append(int(entry.name))
+    return found
+
+
+def test_rows_go_in_line_while_the_agent_is_dead_and_by_reference_again_after_it(pair: Trio) -> None:
+    body = generate(50, 5)
+    (agent,) = agents(pair.prefill)
+    unified = rows(post(f"{pair.unified.url}/generate", body)["meta_info"]["routed_experts"])
+    os.kill(agent, signal.SIGKILL)
+    time.sleep(0.5)
+    _, prefill = by_hand(pair, body)
+    assert not raw(prefill).startswith(MAGIC)
+    assert np.array_equal(rows(prefill["meta_info"]["routed_experts"]), unified[:50])
+    assert "the agent ended with status -9" in pair.prefill.text() and "go in-line" in pair.prefill.text()
+    eventually(lambda: raw(by_hand(pair, body)[1]).startswith(MAGIC), "the agent to be back")
+    assert np.array_equal(read(by_hand(pair, body)[1]), unified[:50])
+
+
+def test_a_client_reads_a_single_engine_without_a_router(pair: Trio, tmp_path: Path) -> None:
+    with fleet.engines(("unified", "plugin-small", {"variables": variables(tmp_path, R3ROUTER_PLUGIN_BYTES="16KiB")})) as (engine,):
+        eventually(lambda: raw(post(f"{engine.url}/generate", generate(4, 2))).startswith(MAGIC), "the agent to answer")
+
+        async def ask() -> None:
+            async with Client(engine.url, layers=LAYERS, top_k=TOP_K) as client:
+                held = []
+                # One page each: after the earlier ones, the arena of four is full.
+                for at in range(6):
+                    held.append(await client.generate(generate(30 + at, 4), keep=True))
+                    expected = rows(post(f"{pair.unified.url}/generate", generate(30 + at, 4))["meta_info"]["routed_experts"])
+                    assert np.array_equal(held[-1].routed_experts_int32().reshape(33 + at, -1), expected)
+                assert [reply.reference is None for reply in held[4:]] == [True, True] and held[0].reference is not None
+                assert "the arena is full" in engine.text()
+                for reply in held:
+                    await reply.release()
+                assert (
+                    await client.generate(input_ids=prompt(8), **{k: v for k, v in generate(8, 2).items() if k != "input_ids"})
+                ).reference
+
+        asyncio.run(ask())
+        directory = next(line for line in engine.text().splitlines() if "R3 rows go by reference: " in line).split(": ")[1].split(",")[0]
+        assert Path(directory).is_dir()
+    # Its engine is gone and nothing is held: the agent ends and takes the directory with it, or the sweep of the next owner does.
+    eventually(lambda: not list(Path(directory).glob("*.r3")), "the rows to be gone")
