@@ -305,7 +305,7 @@ async def test_an_agent_outlives_its_engine_until_the_rows_are_fetched(tmp_path:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     command = [sys.executable, "-m", "r3router", "agent", "--host", "127.0.0.1", "--port", str(port), "--directory", str(store.path)]
-    agent = subprocess.Popen([*command, "--parent", str(tmp_path), "--engine-pid", str(engine.pid)])
+    agent = subprocess.Popen([*command, "--parent", str(tmp_path), "--engine-pid", str(engine.pid)], stderr=subprocess.PIPE)
     try:
         async with aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{port}/r3/{path.stem}"
@@ -317,7 +317,9 @@ async def test_an_agent_outlives_its_engine_until_the_rows_are_fetched(tmp_path:
                 await asyncio.sleep(0.05)
             engine.kill()
             engine.wait()
-            await asyncio.sleep(2.5)
+            assert agent.stderr is not None
+            # Who waits for the engine's output is not kept waiting by the agent.
+            assert b"the engine is gone" in await asyncio.to_thread(agent.stderr.read)
             assert agent.poll() is None
             async with http.get(url) as got:
                 assert await got.read() == rows.astype(np.uint8).tobytes()
@@ -338,3 +340,24 @@ async def test_fetches_over_the_limit_are_refused_and_may_come_again(agent: Serv
     agent[0].options.connections = 0
     async with http.get(agent[1].make_url(f"/r3/{put(store, expert_rows(1, 10)).stem}")) as got:
         assert got.status == 503 and got.headers["retry-after"] == "1"
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off(
+    agent: Served, store: StoreDir, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("r3router.agent.server.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("r3router.agent.server.SLOWEST_BYTES_PER_SECOND", 1 << 40)
+    store.cap = 64 << 20
+    path = put(store, expert_rows(1, 4_000_000))
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, (agent[1].host, agent[1].port))
+        await loop.sock_sendall(sock, f"GET /{path.stem} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\n\r\n".encode())
+        while not agent[0].cut:  # noqa: ASYNC110 - nothing tells that it has come
+            await asyncio.sleep(0.01)
+    async with http.get(agent[1].make_url("/metrics")) as got:
+        assert "r3router_agent_cut_total 1" in await got.text()
+    async with http.get(agent[1].make_url(f"/{path.stem}?rows=0:5")) as got:
+        assert got.status == 200 and len(await got.read()) == 5 * ROW

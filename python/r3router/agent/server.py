@@ -30,6 +30,9 @@ logger = logging.getLogger("r3router.agent")
 SWEEP_SECONDS: Final = 1.0
 WRITE_SECONDS: Final = 30.0
 """How long a fetch waits for rows that the engine still writes."""
+SLOWEST_BYTES_PER_SECOND: Final = 16 << 10
+GRACE_SECONDS: Final = 60.0
+"""A fetch that is slower than `SLOWEST_BYTES_PER_SECOND` after this time is cut off: its socket is wanted by others."""
 
 
 @dataclass
@@ -59,6 +62,8 @@ class Agent:
     sent: int = 0
     busy: int = 0
     reclaimed: int = 0
+    cut: int = 0
+    quiet: bool = False
     nixl: Any = None
 
     def app(self) -> web.Application:
@@ -136,6 +141,7 @@ class Agent:
             ("fetches", "gauge", "Fetches that are running.", self.busy),
             ("sent_bytes_total", "counter", "Row bytes sent.", self.sent),
             ("expired_total", "counter", "Payloads that nobody released in time.", self.shelf.expired_count),
+            ("cut_total", "counter", "Fetches that were too slow.", self.cut),
             ("reclaimed_total", "counter", "Directories of dead owners that were removed.", self.reclaimed),
         ):
             lines += [
@@ -209,14 +215,24 @@ class Agent:
             self.counts[f"get {status}"] += 1
             if request.method == "HEAD" or part.nbytes == 0:
                 return response
-            if part.span is not None and request.transport is not None:
-                await asyncio.get_running_loop().sendfile(request.transport, file, part.offset(), part.nbytes)
-            else:
-                for tile in part.tiles(entry.path):
-                    await response.write(tile)
+            try:
+                limit = GRACE_SECONDS + part.nbytes / SLOWEST_BYTES_PER_SECOND
+                await asyncio.wait_for(self._rows(request, response, entry, part, file), limit)
+            except asyncio.TimeoutError:
+                self.cut += 1
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
             self.sent += part.nbytes
         await response.write_eof()
         return response
+
+    async def _rows(self, request: web.Request, response: web.StreamResponse, entry: Entry, part: Part, file: Any) -> None:
+        if part.span is not None and request.transport is not None:
+            await asyncio.get_running_loop().sendfile(request.transport, file, part.offset(), part.nbytes)
+            return
+        for tile in part.tiles(entry.path):
+            await response.write(tile)
 
     async def _sweeping(self, app: web.Application) -> Any:
         task = asyncio.create_task(self._sweep())
@@ -234,12 +250,24 @@ class Agent:
             except Exception:
                 logger.exception("the sweep failed; it is tried again")
             pid = self.options.engine_pid
-            if pid is not None and host.start_time(pid) != self.options.engine_start and self.shelf.abandoned():
-                logger.info("the engine %d is gone and all its rows were fetched or have expired: ending", pid)
-                self.shelf.remove()
-                signal.raise_signal(signal.SIGTERM)
-                return
+            if pid is not None and host.start_time(pid) != self.options.engine_start:
+                if self.shelf.abandoned():
+                    logger.info("the engine %d is gone and all its rows were fetched or have expired: ending", pid)
+                    self.shelf.remove()
+                    signal.raise_signal(signal.SIGTERM)
+                    return
+                self._let_go()
             await asyncio.sleep(SWEEP_SECONDS)
+
+    def _let_go(self) -> None:
+        """Closes the output that came from the engine: who started the engine may wait for its end."""
+        if not self.quiet:
+            self.quiet = True
+            logger.info("the engine is gone; its rows are served until they are fetched or expire")
+            null = os.open(os.devnull, os.O_WRONLY)
+            for fd in (1, 2):
+                os.dup2(null, fd)
+            os.close(null)
 
 
 def build(options: Options) -> Agent:
