@@ -215,7 +215,7 @@ async def test_a_client_reads_from_agents_with_their_key(agent: Served, store: S
         },
         # Decode's object begins in the prompt: five rows of it are not taken.
         {
-            "uri": f"r3://{address}/{put(store, rows[35:]).stem}",
+            "uri": f"r3://{address}/{put(store, rows[35:], start=35).stem}",
             "offset": 256 + 5 * ROW,
             "pos": 40,
             "rows": 20,

@@ -76,6 +76,21 @@ async def test_a_segment_may_be_a_part_of_its_object(router: ScriptedRouter, cli
     assert np.array_equal(got.routed_experts, rows[20:])
 
 
+async def test_rows_of_another_position_are_refused(router: ScriptedRouter, client: Client) -> None:
+    rows = expert_rows(2, 80)
+    segment = router.put("cc" * 16, rows, pos=10) | {"offset": 256 + 20 * LAYERS * TOP_K, "rows": 60, "pos": 20, "crc32": None}
+    router.script = [reply(70, 11, output_store_ref=envelope([segment], (60, *ROW)))]
+    with pytest.raises(FormatError, match="position 30, 20 was wanted"):
+        await client.generate()
+
+
+async def test_emulated_engines_serve_rows_without_a_header(router: ScriptedRouter, client: Client) -> None:
+    rows = expert_rows(2, 80)
+    segment = router.put("cc" * 16, rows) | {"offset": 0}
+    router.script = [reply(70, 11, output_store_ref=envelope([segment], rows.shape))]
+    assert np.array_equal((await client.generate()).routed_experts, rows)
+
+
 async def test_rows_on_this_host_are_mapped_and_outlive_their_release(router: ScriptedRouter, client: Client, store: StoreDir) -> None:
     rows = expert_rows(3, 700)
     path = put(store, rows)

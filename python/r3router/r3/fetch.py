@@ -70,6 +70,10 @@ async def fetch_segment(
             told = reply.headers.get("x-r3-dtype", segment.dtype)
             if told != segment.dtype:
                 raise FormatError(f"{url} serves {told}, the reference says {segment.dtype}")
+            # Of the first row that is sent, or of the object's first; anything else are other rows.
+            pos = reply.headers.get("x-r3-pos", str(segment.pos + first))
+            if pos not in (str(segment.pos + first), str(segment.pos - skip)):
+                raise FormatError(f"{url} serves rows from position {pos}, {segment.pos + first} was wanted")
             if reply.content_length not in (None, len(into)):
                 raise FormatError(f"{url} serves {reply.content_length} bytes for {end - first} rows, which have {len(into)}")
             async for chunk in reply.content.iter_any():

@@ -38,12 +38,12 @@ class Segment:
 
     def skip_bytes(self) -> int:
         """Bytes of the object's rows before this segment."""
-        # A router's object and a plug-in's are files with a header. Emulated engines serve rows alone and give no path.
-        in_file = self.path is not None or not self.uri.startswith("r3://")
-        skip = self.offset - HEADER_BYTES if in_file else self.offset
-        if skip < 0:
+        # Offsets are those of files, which begin with a header. Emulated engines serve rows alone: theirs begin at 0.
+        if self.path is None and (self.offset < HEADER_BYTES or self.uri.startswith("r3://")):
+            return self.offset
+        if self.offset < HEADER_BYTES:
             raise FormatError(f"{self.uri}: offset {self.offset} lies inside the header")
-        return skip
+        return self.offset - HEADER_BYTES
 
 
 @dataclass(frozen=True)
