@@ -178,8 +178,12 @@ pub(super) fn run(options: &DemoOptions, kind: ColumnKind, logs: &Path) -> io::R
         outstanding: options.per_gpu * usize::from(options.prefill + options.decode),
         seconds: options.seconds / options.scale,
         cached_tokens: wire(options.cached_tokens),
-        new_tokens: wire(options.new_tokens),
+        families: options.families,
+        new_tokens: wire(options.new_tokens[0]),
+        new_tokens_max: wire(options.new_tokens[1]),
         output_tokens: wire(options.output_tokens),
+        output_sigma: options.output_sigma,
+        output_max: wire(options.output_max),
         by_reference: kind == ColumnKind::Reference,
         layers: shape.layers,
         top_k: shape.top_k,
@@ -188,7 +192,9 @@ pub(super) fn run(options: &DemoOptions, kind: ColumnKind, logs: &Path) -> io::R
         ..RolloutOptions::default()
     };
     let client = runtime("rollout", options.threads)?;
-    client.block_on(warm(&fleet, &load)).map_err(io::Error::other)?;
+    if options.warm {
+        client.block_on(warm(&fleet, &load)).map_err(io::Error::other)?;
+    }
     let port = free_port()?;
     let mut arguments = arguments(options, kind, port, free_port()?);
     arguments.extend(fleet.router_arguments());
@@ -247,23 +253,33 @@ pub(super) fn run(options: &DemoOptions, kind: ColumnKind, logs: &Path) -> io::R
     })
 }
 
-/// Puts the shared prefix into the cache of every prefill rank, as the turns before have: one short pair for each, straight to
-/// the engines.
+/// Puts the shared prefixes into the cache of every prefill rank, as the turns before have: one short pair for each, straight to the
+/// engines, the ranks side by side.
 async fn warm(fleet: &RunningFleet, load: &RolloutOptions) -> Result<(), String> {
     let addresses = fleet.addresses();
-    let decode = addresses.iter().find(|a| a.role == "decode").ok_or("the fleet has no decode engine")?;
-    for prefill in addresses.iter().filter(|a| a.role == "prefill") {
+    let decode = addresses.iter().find(|a| a.role == "decode").ok_or("the fleet has no decode engine")?.url.clone();
+    let mut all: tokio::task::JoinSet<Result<(), String>> = tokio::task::JoinSet::new();
+    for (engine, prefill) in (0_u64..).zip(addresses.iter().filter(|a| a.role == "prefill")) {
         let ranks = u64::from(prefill.ranks);
         let port = prefill.bootstrap_port.ok_or("a prefill engine has no bootstrap port")?;
         for rank in 0..ranks {
-            // A room leaves its rank as the remainder; no router draws numbers this small.
-            let room = ranks * (1 + rank) + rank;
-            let (p, d) = tokio::join!(
-                rollout::warm(&prefill.url, load, port, room),
-                rollout::warm(&decode.url, load, port, room)
-            );
-            p.and(d)?;
+            let (load, prefill, decode) = (load.clone(), prefill.url.clone(), decode.clone());
+            all.spawn(async move {
+                for family in 0..load.families.max(1) {
+                    // A room leaves its rank as the remainder; no router draws numbers this small.
+                    let room = ranks * (1 + u64::from(family) + (engine << 32)) + rank;
+                    let (p, d) = tokio::join!(
+                        rollout::warm(&prefill, &load, port, room, family),
+                        rollout::warm(&decode, &load, port, room, family)
+                    );
+                    p.and(d)?;
+                }
+                Ok(())
+            });
         }
+    }
+    while let Some(ended) = all.join_next().await {
+        ended.map_err(|e| e.to_string())??;
     }
     Ok(())
 }

@@ -1,9 +1,8 @@
 //! The incident, and its cure, on one emulated fleet: the same load in turn through an unbounded router, a peer, and r3router.
 //!
 //! The fleet is that of the public report: one prefill and one decode engine with four ranks each, 96 requests per GPU outstanding, 54k
-//! cached and 3k new prompt tokens, R3 on. The model runs the real sizes and clocks; the wire carries them divided by `scale`, in
-//! `scale` times less time ([`crate::emulator::Scale`]). Every column gets a fresh fleet with warm prefix caches, and its router is a
-//! process of its own.
+//! shared and 3k new prompt tokens, R3 on. The model runs the real sizes and clocks; the wire carries them divided by `scale`, in
+//! `scale` times less time ([`crate::emulator::Scale`]). Every column gets a fresh fleet, and its router is a process of its own.
 mod column;
 mod process;
 mod table;
@@ -35,12 +34,21 @@ pub struct DemoOptions {
     pub prefill: u16,
     /// Decode ranks.
     pub decode: u16,
-    /// Prompt tokens that all share.
+    /// Prompt tokens that all samples of a family share.
     pub cached_tokens: u32,
-    /// Prompt tokens of one request only.
-    pub new_tokens: u32,
-    /// Tokens to generate.
+    /// Prefixes that there are.
+    pub families: u32,
+    /// Whether the prefixes are in every prefill rank's cache from the start. Weights change and caches are flushed between the steps
+    /// of a training, so by default they are not.
+    pub warm: bool,
+    /// Prompt tokens of one request only, least and most (uniform between).
+    pub new_tokens: [u32; 2],
+    /// Tokens to generate: median and sigma of their log-normal spread.
     pub output_tokens: u32,
+    /// Sigma of the same.
+    pub output_sigma: f64,
+    /// Most tokens to generate.
+    pub output_max: u32,
     /// Release to play.
     pub engine_version: String,
     /// Where the result goes, as JSON.
@@ -63,8 +71,12 @@ impl Default for DemoOptions {
             prefill: 4,
             decode: 4,
             cached_tokens: 54_000,
-            new_tokens: 3_000,
-            output_tokens: 120,
+            families: 16,
+            warm: false,
+            new_tokens: [1_800, 4_200],
+            output_tokens: 800,
+            output_sigma: 0.6,
+            output_max: 8_192,
             engine_version: "0.5.23".to_owned(),
             out: PathBuf::from("target/demo.json"),
             columns: Vec::new(),

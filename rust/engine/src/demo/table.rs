@@ -31,14 +31,18 @@ pub(super) fn render(report: &DemoReport) -> String {
     let mut out = String::new();
     let _infallible = writeln!(
         out,
-        "{} prefill + {} decode ranks, {} requests outstanding per GPU, {} cached + {} new prompt tokens, {} output tokens, R3 on, SGLang {}\n\
+        "{} prefill + {} decode ranks, {} requests outstanding per GPU, {} shared ({} prefixes, {}) + {} to {} new prompt tokens, \
+         {} output tokens (median), R3 on, SGLang {}\n\
          scale 1:{}: everything on the wire is {} times smaller and {} times faster than in the table; {:.0} s of the fleet's time per column\n\
          {}, {}\n",
         o.prefill,
         o.decode,
         o.per_gpu,
         o.cached_tokens,
-        o.new_tokens,
+        o.families,
+        if o.warm { "cached from the start" } else { "cached after their first use" },
+        o.new_tokens[0],
+        o.new_tokens[1],
         o.output_tokens,
         o.engine_version,
         o.scale,

@@ -97,22 +97,23 @@ async fn connect(authority: &str) -> Result<SendRequest<Full<Bytes>>, String> {
 }
 
 /// Sends one half of a pair with the shared prefix straight to an engine, so that its cache has it. `url` is the engine's, `port` and
-/// `room` are the pair's.
+/// `room` are the pair's, `family` is the prefix.
 ///
 /// # Errors
 /// What the engine answered, when it was not 200.
-pub async fn warm(url: &str, options: &RolloutOptions, port: u16, room: u64) -> Result<(), String> {
+pub async fn warm(url: &str, options: &RolloutOptions, port: u16, room: u64, family: u32) -> Result<(), String> {
     let uri: Uri = format!("{}/generate", url.trim_end_matches('/')).parse().map_err(|e| format!("url {url}: {e}"))?;
     let plain = RolloutOptions {
         routed_experts: false,
         by_reference: false,
         stream: false,
         output_tokens: 1,
-        seed: options.seed,
+        output_sigma: 0.0,
         ..options.clone()
     };
-    // Numbers from the far end: no rollout of the run has these new tokens.
-    let mut body = Prompts::new(&plain).prepare(u64::MAX - 1 - room).body;
+    // A number from far behind: no rollout of the run has these new tokens.
+    let families = u64::from(options.families.max(1));
+    let mut body = Prompts::new(&plain).prepare((1 << 50) * families + room * families + u64::from(family)).body;
     body.pop();
     let pair = format!(r#","bootstrap_host":"127.0.0.1","bootstrap_port":{port},"bootstrap_room":{room}}}"#);
     body.extend_from_slice(pair.as_bytes());
@@ -200,20 +201,22 @@ async fn slot(shared: Arc<Shared>) {
             report.sent += 1;
             report.sends.insert(prepared.nonce, began);
         }
-        let ended = rollout(&shared, &mut http, prepared.body, prepared.nonce).await.unwrap_or_else(|reason| {
+        let rows = Rows::of(prepared.nonce, 0, (prepared.prompt + prepared.output).saturating_sub(1));
+        let ended = rollout(&shared, &mut http, prepared.body, rows).await.unwrap_or_else(|reason| {
             http = Http::default();
             Ended::Failed(reason)
         });
         let quick = matches!(ended, Ended::Failed(_)) && began.elapsed() < PAUSE;
-        count(&shared, ended, began);
+        count(&shared, ended, began, rows);
         if quick {
             tokio::time::sleep(PAUSE).await;
         }
     }
 }
 
-fn count(shared: &Shared, ended: Ended, began: Instant) {
-    let expected = payload_bytes(shared);
+fn count(shared: &Shared, ended: Ended, began: Instant, rows: Rows) {
+    // Raw bytes of the payload as an unsplit engine would send it.
+    let expected = u64::from(rows.len()) * shared.pattern.shape().row_bytes() as u64;
     let mut tally = shared.tally.lock();
     match ended {
         Ended::Whole { findings, reference } => {
@@ -243,17 +246,7 @@ fn count(shared: &Shared, ended: Ended, began: Instant) {
     }
 }
 
-fn expected_rows(shared: &Shared, nonce: u64) -> Rows {
-    Rows::of(nonce, 0, (shared.prompts.tokens() + shared.options.output_tokens).saturating_sub(1))
-}
-
-/// Raw bytes of a payload as an unsplit engine would send it.
-fn payload_bytes(shared: &Shared) -> u64 {
-    u64::from(expected_rows(shared, 0).len()) * shared.pattern.shape().row_bytes() as u64
-}
-
-async fn rollout(shared: &Shared, http: &mut Http, body: Vec<u8>, nonce: u64) -> Result<Ended, String> {
-    let rows = expected_rows(shared, nonce);
+async fn rollout(shared: &Shared, http: &mut Http, body: Vec<u8>, rows: Rows) -> Result<Ended, String> {
     let mut response = http.call(Method::POST, &shared.uri, None, body).await?;
     let status = response.status().as_u16();
     let mut scan = ReplyScan::new(TextCheck::new(shared.pattern.clone(), rows));

@@ -29,12 +29,20 @@ pub struct RolloutOptions {
     pub seconds: f64,
     /// How long to wait for what is outstanding then, real seconds; the rest is dropped and not counted.
     pub drain_seconds: f64,
-    /// Prompt tokens that all requests share.
+    /// Prompt tokens that all requests of a family share.
     pub cached_tokens: u32,
-    /// Prompt tokens that only one request has.
+    /// Prefixes that there are; requests take them in turn.
+    pub families: u32,
+    /// Prompt tokens that only one request has, at least.
     pub new_tokens: u32,
-    /// Tokens to generate.
+    /// The same at most (uniform between); below `new_tokens` all have the same.
+    pub new_tokens_max: u32,
+    /// Tokens to generate: the median.
     pub output_tokens: u32,
+    /// Sigma of the log-normal spread around it; 0 for none.
+    pub output_sigma: f64,
+    /// Most tokens to generate.
+    pub output_max: u32,
     /// Ask for R3 at all.
     pub routed_experts: bool,
     /// Ask for a reference (`return_outputs_via_store`) and fetch it.
@@ -62,8 +70,12 @@ impl Default for RolloutOptions {
             seconds: 30.0,
             drain_seconds: 0.0,
             cached_tokens: 54_000,
+            families: 1,
             new_tokens: 3_000,
+            new_tokens_max: 0,
             output_tokens: 64,
+            output_sigma: 0.0,
+            output_max: 8_192,
             routed_experts: true,
             by_reference: false,
             stream: false,
