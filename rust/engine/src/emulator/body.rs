@@ -113,11 +113,9 @@ impl EngineBody {
                     }
                 }
                 Piece::Text(text) => {
-                    // Two tiles fill what hyper hands to one write.
-                    let mut out =
-                        Vec::with_capacity(usize::try_from(text.remaining()).unwrap_or(usize::MAX).min(168 << 10));
-                    let more = text.next_tile(&mut out) && text.next_tile(&mut out);
-                    if !more {
+                    let left = usize::try_from(text.remaining()).unwrap_or(usize::MAX);
+                    let mut out = Vec::with_capacity(left.min(84 << 10));
+                    if !text.next_tile(&mut out) {
                         self.pieces.pop_front();
                     }
                     if !out.is_empty() {

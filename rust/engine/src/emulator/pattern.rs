@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 /// Multiplier that spreads positions over 32 bits (2^32 / golden ratio); neighbours always differ in their top byte.
 const GOLDEN: u32 = 0x9E37_79B1;
-/// Rows in one tile of text. A multiple of 3, so that a tile of int32 rows is whole base64 quanta.
-pub const TILE_ROWS: u32 = 48;
+/// Raw bytes of a tile, about: its text stays below the size from which an allocation is a mapping of its own.
+const TILE_BYTES: usize = 60 << 10;
 
 /// Layers, experts per token, and the number of experts of the played model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -226,13 +226,16 @@ pub struct TextStream {
     rows: Rows,
     next: u32,
     end: u32,
+    /// Rows of a tile: a multiple of 3, so that its bytes are whole base64 quanta.
+    tile: u32,
     raw: Vec<u8>,
 }
 
 impl TextStream {
     /// Text of all `rows`.
     pub fn new(pattern: Arc<Pattern>, rows: Rows) -> Self {
-        Self { end: rows.len(), pattern, rows, next: 0, raw: Vec::new() }
+        let tile = (TILE_BYTES / pattern.shape.row_bytes() / 3 * 3).max(3) as u32;
+        Self { end: rows.len(), pattern, rows, next: 0, tile, raw: Vec::new() }
     }
 
     /// Characters that are still to come.
@@ -246,7 +249,7 @@ impl TextStream {
         if self.next >= self.end {
             return false;
         }
-        let to = self.end.min(self.next + TILE_ROWS);
+        let to = self.end.min(self.next + self.tile);
         self.raw.clear();
         self.pattern.append_int32(&self.rows, self.next, to, &mut self.raw);
         self.next = to;
