@@ -113,7 +113,14 @@ fn route(engine: &Engine, query: Option<&str>) -> Response<EngineBody> {
             map.insert("enable_kv_cache_sharding".into(), false.into());
             map.insert("prefill_http_port".into(), engine.address.port().into());
             map.insert("decode_allocation_policy".into(), "early".into());
-            for name in ["target_tp_rank", "target_tp_ranks", "target_cp_ranks", "target_pp_ranks"] {
+            for name in [
+                "target_tp_rank",
+                "target_tp_ranks",
+                "target_cp_ranks",
+                "target_pp_ranks",
+                "required_dst_info_num",
+                "required_prefill_response_num",
+            ] {
                 map.insert(name.into(), serde_json::Value::Null);
             }
         }

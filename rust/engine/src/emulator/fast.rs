@@ -5,7 +5,7 @@ use r3router_core::topology::Role;
 
 use super::body::EngineBody;
 use super::pattern::{Pattern, R3Shape};
-use super::reply::{Answer, Voice};
+use super::reply::{Answer, Stamps, Voice};
 use super::request::{Api, Job};
 use super::{openai, reply};
 use crate::model::Finish;
@@ -45,12 +45,11 @@ impl Prepared {
             let Ok(job) = Job::parse(*api, body.as_bytes()) else { continue };
             let answer = Answer {
                 role,
-                rank: 0,
+                rank: Some(0),
                 tokens: if role == Role::Prefill { 1 } else { 4 },
                 finish: Some(Finish::Length),
                 cached_tokens: 0,
-                latency: 0.001,
-                retractions: 0,
+                stamps: Stamps::default(),
                 r3: None,
             };
             let answers = [answer];

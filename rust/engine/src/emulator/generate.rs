@@ -6,17 +6,19 @@ use bytes::Bytes;
 use http::{Response, StatusCode, header};
 use r3router_core::r3::Dtype;
 use r3router_core::r3::descriptor::Descriptor;
+use r3router_core::time::Moment;
 use r3router_core::topology::Role;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::agent::crc32_of;
 use super::body::{EngineBody, OnDrop, Piece};
+use super::clock::unix_seconds;
 use super::engine::Engine;
 use super::openai;
 use super::pattern::{Rows, mix};
-use super::reply::{Answer, Payload, Voice, generate_chunk, generate_reply};
+use super::reply::{Answer, Payload, Stamps, Voice, generate_chunk, generate_reply};
 use super::request::{Api, Job, Sub};
-use crate::model::{Ask, Bootstrap, Effect, Event, Finish, Key, Reply, Version};
+use crate::model::{Ask, Bootstrap, Effect, Event, Finish, Key, Reply, Times, Version};
 
 /// Reply of a handler; `None` resets the connection.
 pub(crate) type Handled = Option<Response<EngineBody>>;
@@ -143,7 +145,8 @@ struct Run {
     job: Arc<Job>,
     effects: UnboundedReceiver<(usize, Effect)>,
     guard: OnDrop,
-    began: Instant,
+    /// When the body was here, seconds since 1970.
+    began: f64,
 }
 
 /// Rooms end on the engine when their generation does, whichever way.
@@ -160,7 +163,7 @@ impl Drop for Room {
 
 impl Run {
     fn start(engine: Arc<Engine>, mut job: Job, body_bytes: u64) -> Self {
-        let began = Instant::now();
+        let began = unix_seconds();
         let (sender, effects) = unbounded_channel();
         let mut keys = Vec::with_capacity(job.subs.len());
         let mut rooms = Vec::new();
@@ -168,7 +171,7 @@ impl Run {
             let sub = &job.subs[at];
             let fresh = engine.drive.tally(engine.id, |tally| {
                 tally.requests += 1;
-                tally.arrivals.entry(sub.nonce).or_insert(began);
+                tally.arrivals.entry(sub.nonce).or_insert_with(Instant::now);
                 sub.room.is_none_or(|room| tally.room_opens(room))
             });
             if !fresh {
@@ -197,7 +200,7 @@ impl Run {
             let (at, effect) = self.effects.recv().await?;
             match effect {
                 Effect::Done { reply, .. } => {
-                    if let Finish::Abort { status, message } = &reply.finish
+                    if let Finish::Abort { status, message } = &finish_of(&self.job.subs[at], &reply.finish)
                         && *status != 200
                     {
                         // The others go on in the engine until the guard tells it that nobody waits.
@@ -264,16 +267,17 @@ async fn feed(
     mut effects: UnboundedReceiver<(usize, Effect)>,
     first: (usize, Effect),
     out: UnboundedSender<Piece>,
-    began: Instant,
+    began: f64,
 ) {
     let voice = engine.voice();
     let mut sent = vec![0_u32; job.subs.len()];
+    let mut first_events: Vec<Option<f64>> = vec![None; job.subs.len()];
     let mut answers: Vec<Option<Answer>> = vec![None; job.subs.len()];
     let mut opened = vec![false; job.subs.len()];
     let mut next = Some(first);
     // A body that is gone drops the receiver; the guard in it has told the engine.
     while let Some((at, effect)) = next {
-        let (answer, ended) = match effect {
+        let (mut answer, ended) = match effect {
             Effect::Opened { .. } | Effect::Answer { .. } => {
                 next = effects.recv().await;
                 continue;
@@ -297,6 +301,8 @@ async fn feed(
             return;
         }
         if ended || answer.tokens > sent[at] {
+            answer.stamps.is_first_event = first_events[at].is_none();
+            answer.stamps.first_event = Some(*first_events[at].get_or_insert_with(unix_seconds));
             for piece in events(&voice, &job, at, &answer, sent[at], &mut opened[at]) {
                 if out.send(piece).is_err() {
                     return;
@@ -351,7 +357,7 @@ fn duplicate_room(engine: &Engine, sub: &Sub) -> Effect {
         cached_tokens: 0,
         output_tokens: 0,
         r3: None,
-        times: crate::model::Times::default(),
+        times: Times::default(),
     };
     Effect::Done { key: Key(0), reply: Box::new(reply) }
 }
@@ -398,17 +404,38 @@ fn prefix(engine: &Engine, ids: &[u32]) -> Arc<[u64]> {
     out.into()
 }
 
-fn partial(engine: &Engine, job: &Job, at: usize, tokens: u32, began: Instant) -> Answer {
+/// The rank as replies name it.
+fn named_rank(engine: &Engine, rank: u16) -> Option<u16> {
+    (engine.model.ranks > 1).then_some(rank)
+}
+
+fn partial(engine: &Engine, job: &Job, at: usize, tokens: u32, began: f64) -> Answer {
+    let now = unix_seconds();
+    let stamps = Stamps { received: began, dispatched: began, forward: now, prefilled: now, ..Stamps::default() };
     Answer {
         role: engine.model.role,
-        rank: job.rank.and_then(|rank| u16::try_from(rank).ok()).unwrap_or(0),
+        rank: named_rank(engine, job.rank.and_then(|rank| u16::try_from(rank).ok()).unwrap_or(0)),
         tokens: wire_tokens(engine, &job.subs[at], tokens),
         finish: None,
         cached_tokens: 0,
-        latency: began.elapsed().as_secs_f64(),
-        retractions: 0,
+        stamps,
         r3: None,
     }
+}
+
+/// The model's moments as the wall clock's. What was not reached takes the moment before it.
+fn stamps(engine: &Engine, times: &Times, began: f64) -> Stamps {
+    let mut last = began;
+    let mut next = |moment: Moment| {
+        last = last.max(engine.started_unix + engine.drive.real(moment).as_secs_f64());
+        last
+    };
+    let dispatched = next(times.scheduled);
+    let forward = next(times.reserved);
+    let first_token = next(times.first_token);
+    let prefilled = first_token;
+    let finished = next(times.finished).max(unix_seconds());
+    Stamps { received: began, dispatched, forward, prefilled, first_token, finished, ..Stamps::default() }
 }
 
 /// Output tokens on the wire for so many in the model.
@@ -417,7 +444,17 @@ fn wire_tokens(engine: &Engine, sub: &Sub, tokens: u32) -> u32 {
     (engine.scale.wire(u64::from(tokens)) as u32).min(most)
 }
 
-fn answer(engine: &Arc<Engine>, job: &Job, at: usize, reply: &Reply, began: Instant) -> Answer {
+/// The model's words with what only the wire knows.
+fn finish_of(sub: &Sub, finish: &Finish) -> Finish {
+    match finish {
+        Finish::Abort { status: 400, message } if sub.room.is_none() && message.starts_with("Disaggregated") => {
+            Finish::Abort { status: 400, message: format!("Invalid request: {message}. req.rid='{}'", sub.rid) }
+        }
+        other => other.clone(),
+    }
+}
+
+fn answer(engine: &Arc<Engine>, job: &Job, at: usize, reply: &Reply, began: f64) -> Answer {
     let sub = &job.subs[at];
     let tokens = match &reply.finish {
         Finish::Length if engine.model.role == Role::Prefill => 1,
@@ -426,12 +463,11 @@ fn answer(engine: &Arc<Engine>, job: &Job, at: usize, reply: &Reply, began: Inst
     };
     Answer {
         role: engine.model.role,
-        rank: reply.rank,
+        rank: named_rank(engine, reply.rank),
         tokens,
-        finish: Some(reply.finish.clone()),
+        finish: Some(finish_of(sub, &reply.finish)),
         cached_tokens: engine.scale.wire(u64::from(reply.cached_tokens)) as u32,
-        latency: began.elapsed().as_secs_f64(),
-        retractions: 0,
+        stamps: stamps(engine, &reply.times, began),
         r3: reply.r3.and_then(|r3| payload(engine, job, sub, tokens, r3.by_reference)),
     }
 }
@@ -439,7 +475,8 @@ fn answer(engine: &Arc<Engine>, job: &Job, at: usize, reply: &Reply, began: Inst
 /// The rows of a reply: prefill has the prompt's, decode has junk for the prompt's and its own after them.
 fn payload(engine: &Engine, job: &Job, sub: &Sub, tokens: u32, by_reference: bool) -> Option<Payload> {
     let fault = engine.faults.lock().r3();
-    if fault.drop {
+    // A request that ends with its first token ends before decode runs a step, and nothing collects its rows there.
+    if fault.drop || (engine.model.role == Role::Decode && tokens <= 1) {
         return None;
     }
     let start = if fault.ignore_start { 0 } else { u32::try_from(job.start_len).unwrap_or(0) };

@@ -51,7 +51,11 @@ fn load_object(engine: &Engine, load: &RankLoad, sections: &Sections<'_>) -> Val
         "token_usage": round(load.token_usage(), 4),
         "gen_throughput": round(load.gen_throughput, 2),
         "cache_hit_rate": round(load.cache_hit_rate, 4),
-        "utilization": round(f64::from(load.running) / f64::from(load.max_running.max(1)), 4),
+        // Prefill does not know its own.
+        "utilization": match load.role {
+            Role::Prefill => -1.0,
+            _ => round(f64::from(load.running) / f64::from(load.max_running.max(1)), 4),
+        },
     });
     let Value::Object(map) = &mut object else { return object };
     if new {
@@ -120,7 +124,7 @@ pub(crate) fn loads(engine: &Engine, query: Option<&str>) -> Result<String, Stri
     let list: Vec<Value> = loads.iter().map(|load| load_object(engine, load, &sections)).collect();
     let timestamp = iso_utc(unix_seconds());
     let body = if engine.model.version == Version::V0_5_23 {
-        json!({"timestamp": timestamp, "version": "0.5.23", "accelerator": "emulated", "num_accelerators": 1, "loads": list})
+        json!({"timestamp": timestamp, "version": "0.5.23", "accelerator": null, "num_accelerators": 1, "loads": list})
     } else {
         let sum = |f: &dyn Fn(&RankLoad) -> u64| loads.iter().map(f).sum::<u64>();
         let n = loads.len().max(1) as f64;
@@ -299,7 +303,9 @@ pub(crate) fn metrics(engine: &Engine) -> String {
     let scale = engine.scale;
     let labels = |load: &RankLoad| {
         format!(
-            r#"engine_type="{}",model_name="{}",tp_rank="{}",pp_rank="0",dp_rank="{}""#,
+            r#"{}engine_type="{}",model_name="{}",moe_ep_rank="{}",pp_rank="0",tp_rank="{}""#,
+            // Without data parallelism the series carry no rank.
+            if engine.model.ranks > 1 { format!("dp_rank=\"{}\",", load.rank) } else { String::new() },
             type_name(engine.model.role),
             engine.shared.config.model_name,
             load.rank,
@@ -339,22 +345,15 @@ pub(crate) fn metrics(engine: &Engine) -> String {
             f64::from(l.mamba_used) / f64::from(l.mamba_used + l.mamba_available.unwrap_or(0)).max(1.0)
         });
     }
-    match engine.model.role {
-        Role::Prefill => {
-            family("num_prefill_bootstrap_queue_reqs", "gauge", &|l| l.bootstrap.into());
-            family("num_prefill_inflight_queue_reqs", "gauge", &|l| l.inflight.into());
-        }
-        Role::Decode => {
-            family("num_decode_prealloc_queue_reqs", "gauge", &|l| l.prealloc.into());
-            family("num_decode_transfer_queue_reqs", "gauge", &|l| l.transfer.into());
-            family("num_retracted_reqs", "gauge", &|l| l.retracted.into());
-            family("pending_prealloc_token_usage", "gauge", &|l| {
-                l.transfer_tokens as f64 / l.max_total_tokens.max(1) as f64
-            });
-        }
-        Role::Regular => {}
-    }
     if engine.model.role != Role::Regular {
+        family("num_prefill_bootstrap_queue_reqs", "gauge", &|l| l.bootstrap.into());
+        family("num_prefill_inflight_queue_reqs", "gauge", &|l| l.inflight.into());
+        family("num_decode_prealloc_queue_reqs", "gauge", &|l| l.prealloc.into());
+        family("num_decode_transfer_queue_reqs", "gauge", &|l| l.transfer.into());
+        family("num_retracted_reqs", "gauge", &|l| l.retracted.into());
+        family("pending_prealloc_token_usage", "gauge", &|l| {
+            l.transfer_tokens as f64 / l.max_total_tokens.max(1) as f64
+        });
         family("kv_transfer_speed_gb_s", "gauge", &|l| l.kv_transfer_speed_gb_s);
         family("kv_transfer_latency_ms", "gauge", &|l| l.kv_transfer_latency_ms / scale.factor());
     }

@@ -6,7 +6,7 @@ use r3router_core::topology::Role;
 use super::body::Piece;
 use super::clock::unix_seconds;
 use super::pattern::Pattern;
-use super::reply::{Answer, Payload, Voice, Writer, logprob, meta_info, output_id, text, token_text};
+use super::reply::{Answer, Payload, Voice, Writer, logprob, meta_info, output_id, text, token_text, weight_versions};
 use super::request::{Api, Job, Sub};
 use crate::model::{Finish, Version};
 
@@ -171,6 +171,9 @@ pub(crate) fn reply(voice: &Voice, job: &Job, answers: &[Answer]) -> Vec<Piece> 
     usage(&mut w, voice, job, answers);
     w.push(r#","metadata":{"weight_version":"#);
     w.json(&*voice.weight_version);
+    if voice.version == Version::V0_5_23 {
+        weight_versions(&mut w, voice, answers.first().map_or(0, |a| a.tokens));
+    }
     w.push("}");
     if !(chat && job.meta_info) && answers.first().is_some_and(has_payload) {
         sglext(&mut w, &voice.pattern, answers, false);
@@ -185,7 +188,7 @@ pub(crate) fn role_chunk(voice: &Voice, job: &Job, at: usize) -> Vec<Piece> {
     w.push("data: ");
     head(&mut w, voice, job, "chat.completion.chunk");
     w.fmt(format_args!(
-        r#","choices":[{{"index":{at},"delta":{{"role":"assistant","content":"","reasoning_content":null}},"logprobs":null,"finish_reason":null,"matched_stop":null}}],"usage":null}}"#
+        r#","choices":[{{"index":{at},"delta":{{"reasoning_content":null,"role":"assistant","content":""}},"logprobs":null,"finish_reason":null,"matched_stop":null}}]}}"#
     ));
     w.push("\n\n");
     w.finish()
@@ -199,11 +202,11 @@ pub(crate) fn delta_chunk(voice: &Voice, job: &Job, at: usize, answer: &Answer, 
     w.push("data: ");
     if job.api == Api::Chat {
         head(&mut w, voice, job, "chat.completion.chunk");
-        w.fmt(format_args!(r#","choices":[{{"index":{at},"delta":{{"role":null,"content":"#));
+        w.fmt(format_args!(r#","choices":[{{"index":{at},"delta":{{"reasoning_content":null,"content":"#));
         w.json(&delta);
-        w.push(r#","reasoning_content":null},"logprobs":"#);
+        w.push(r#"},"logprobs":"#);
         chat_logprobs(&mut w, job, sub, sent, answer.tokens);
-        w.push(r#","finish_reason":null,"matched_stop":null}],"usage":null}"#);
+        w.push(r#","finish_reason":null,"matched_stop":null}]}"#);
     } else {
         head(&mut w, voice, job, "text_completion");
         let echo =
@@ -228,7 +231,7 @@ pub(crate) fn tail_chunks(voice: &Voice, job: &Job, answers: &[Answer]) -> Vec<P
             w.push("data: ");
             head(&mut w, voice, job, object);
             w.fmt(format_args!(
-                r#","choices":[{{"index":{at},"delta":{{"role":null,"content":null,"reasoning_content":null}},"logprobs":null,"finish_reason":{},"matched_stop":null}}],"usage":null}}"#,
+                r#","choices":[{{"index":{at},"delta":{{"reasoning_content":null}},"logprobs":null,"finish_reason":{},"matched_stop":null}}]}}"#,
                 finish_name(answer)
             ));
             w.push("\n\n");

@@ -6,7 +6,7 @@ use r3router_core::topology::Role;
 
 use super::body::Piece;
 use super::pattern::{Pattern, Rows, TextStream, mix};
-use super::request::{Job, Sub};
+use super::request::{Api, Job, Sub};
 use crate::model::{Finish, Version};
 
 /// Ids of generated tokens are `FIRST_ID..FIRST_ID + ID_SPAN`.
@@ -28,16 +28,30 @@ pub(crate) enum Payload {
 #[derive(Clone, Debug)]
 pub(crate) struct Answer {
     pub(crate) role: Role,
-    pub(crate) rank: u16,
+    /// The rank that serves it; an engine of one rank says `null`.
+    pub(crate) rank: Option<u16>,
     /// Tokens generated so far.
     pub(crate) tokens: u32,
     /// `None` while the stream runs.
     pub(crate) finish: Option<Finish>,
     pub(crate) cached_tokens: u32,
-    /// Seconds since the request came in.
-    pub(crate) latency: f64,
-    pub(crate) retractions: u32,
+    pub(crate) stamps: Stamps,
     pub(crate) r3: Option<Payload>,
+}
+
+/// When what happened, seconds since 1970. SGLang adds them when its metrics are on.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Stamps {
+    pub(crate) received: f64,
+    pub(crate) dispatched: f64,
+    pub(crate) forward: f64,
+    pub(crate) prefilled: f64,
+    pub(crate) first_token: f64,
+    pub(crate) finished: f64,
+    /// When the first event of a stream left; `None` in whole form.
+    pub(crate) first_event: Option<f64>,
+    /// Whether this is that event.
+    pub(crate) is_first_event: bool,
 }
 
 /// What every reply of an engine says alike.
@@ -139,12 +153,9 @@ pub(crate) fn finish_reason(w: &mut Writer, answer: &Answer) {
     }
 }
 
-/// First prompt position with an input logprob.
+/// First prompt position with an input logprob; without a start there are none.
 fn logprob_start(job: &Job, sub: &Sub) -> u32 {
-    match u32::try_from(job.logprob_start) {
-        Ok(start) => start.min(sub.prompt_tokens),
-        Err(_) => sub.prompt_tokens - 1,
-    }
+    u32::try_from(job.logprob_start).map_or(sub.prompt_tokens, |start| start.min(sub.prompt_tokens))
 }
 
 fn prompt_id(sub: &Sub, position: u32) -> u32 {
@@ -169,6 +180,11 @@ fn chosen(w: &mut Writer, nonce: u64, position: u64, ids: &[u32]) {
     w.push("]");
 }
 
+/// The text of a token in a logprob entry: the OpenAI routes ask for it, `/generate` does not.
+fn entry_text(job: &Job, id: u32) -> String {
+    if job.api == Api::Generate { "null".to_owned() } else { serde_json::Value::from(token_text(id)).to_string() }
+}
+
 /// The logprob lists. Prompt positions are known to the half that ran the prompt: decode leaves its `input_*` lists empty.
 fn logprobs(w: &mut Writer, job: &Job, sub: &Sub, answer: &Answer) {
     let prompt = if answer.role == Role::Decode { 0..0 } else { logprob_start(job, sub)..sub.prompt_tokens };
@@ -179,13 +195,15 @@ fn logprobs(w: &mut Writer, job: &Job, sub: &Sub, answer: &Answer) {
         if i == 0 {
             w.fmt(format_args!("[null,{},null]", prompt_id(sub, position)));
         } else {
-            w.fmt(format_args!("[{},{},null]", logprob(sub.nonce, prompt_at(position)), prompt_id(sub, position)));
+            let id = prompt_id(sub, position);
+            w.fmt(format_args!("[{},{id},{}]", logprob(sub.nonce, prompt_at(position)), entry_text(job, id)));
         }
     }
     w.push(r#"],"output_token_logprobs":["#);
     for i in 0..answer.tokens {
         comma(w, u64::from(i));
-        w.fmt(format_args!("[{},{},null]", logprob(sub.nonce, u64::from(i)), output_id(sub.nonce, i)));
+        let id = output_id(sub.nonce, i);
+        w.fmt(format_args!("[{},{id},{}]", logprob(sub.nonce, u64::from(i)), entry_text(job, id)));
     }
     w.fmt(format_args!(r#"],"output_token_logprobs_length":{}"#, answer.tokens));
     if job.top_logprobs > 0 {
@@ -220,7 +238,7 @@ fn logprobs(w: &mut Writer, job: &Job, sub: &Sub, answer: &Answer) {
             comma(w, u64::from(i));
             if i == 0 && answer.role == Role::Decode {
                 // The metadata rows that carry the first token have no room for it.
-                w.push("[]");
+                w.push("null");
             } else {
                 chosen(w, sub.nonce, u64::from(i), ids);
             }
@@ -229,15 +247,64 @@ fn logprobs(w: &mut Writer, job: &Job, sub: &Sub, answer: &Answer) {
     }
 }
 
+/// What the scheduler stamps. Decode did not run the prompt and knows less.
+fn scheduler_stamps(w: &mut Writer, answer: &Answer) {
+    let at = &answer.stamps;
+    if answer.role != Role::Decode {
+        w.push(r#","storage_prefetch_wait":0.0,"storage_staging_wait":0.0"#);
+    }
+    w.fmt(format_args!(r#","forward_entry_time":{:.6}"#, at.forward));
+    if answer.role != Role::Decode {
+        w.fmt(format_args!(r#","prefill_finished_time":{:.6}"#, at.prefilled));
+    }
+    w.fmt(format_args!(r#","queue_time":{:.6}"#, (at.forward - at.dispatched).max(0.0)));
+}
+
+/// What the front end stamps at the end.
+fn frontend_stamps(w: &mut Writer, answer: &Answer) {
+    let at = &answer.stamps;
+    let first_token =
+        if answer.role == Role::Decode && at.first_event.is_none() { at.finished } else { at.first_token };
+    w.fmt(format_args!(
+        r#","e2e_latency":{:.6},"request_received_ts":{:.6},"first_token_latency":{:.6},"api_server_dispatch_finish_ts":{:.6}"#,
+        at.finished - at.received,
+        at.received,
+        first_token - at.received,
+        at.dispatched
+    ));
+    if let Some(first) = at.first_event {
+        w.fmt(format_args!(r#","response_sent_to_client_ts":{first:.6}"#));
+    }
+    w.fmt(format_args!(r#","request_finished_ts":{:.6}"#, at.finished));
+    if answer.tokens > 1 && at.finished > first_token {
+        let rate = f64::from(answer.tokens - 1) / (at.finished - first_token);
+        w.fmt(format_args!(r#","decode_throughput":{rate:.6}"#));
+    }
+    if at.first_event.is_none() {
+        w.fmt(format_args!(r#","response_sent_to_client_ts":{:.6}"#, at.finished));
+    }
+}
+
+/// The versions of the weights that made the tokens.
+pub(crate) fn weight_versions(w: &mut Writer, voice: &Voice, tokens: u32) {
+    w.push(r#","weight_versions":[{"version":"#);
+    w.json(&*voice.weight_version);
+    w.fmt(format_args!(r#","start":0,"end":{tokens}}}]"#));
+}
+
 /// The `meta_info` object.
 pub(crate) fn meta_info(w: &mut Writer, voice: &Voice, job: &Job, sub: &Sub, answer: &Answer) {
+    let new = voice.version == Version::V0_5_23;
     w.push(r#"{"id":"#);
     w.json(&sub.rid);
     w.push(r#","finish_reason":"#);
     finish_reason(w, answer);
     w.fmt(format_args!(r#","prompt_tokens":{},"weight_version":"#, sub.prompt_tokens));
     w.json(&*voice.weight_version);
-    w.fmt(format_args!(r#","num_retractions":{}"#, answer.retractions));
+    w.push(r#","num_retractions":0"#);
+    if new {
+        scheduler_stamps(w, answer);
+    }
     if job.logprobs {
         logprobs(w, job, sub, answer);
     }
@@ -245,16 +312,31 @@ pub(crate) fn meta_info(w: &mut Writer, voice: &Voice, job: &Job, sub: &Sub, ans
         r#","reasoning_tokens":0,"completion_tokens":{},"cached_tokens":{}"#,
         answer.tokens, answer.cached_tokens
     ));
+    if new {
+        if answer.finish.is_some() {
+            weight_versions(w, voice, answer.tokens);
+        }
+        match answer.cached_tokens {
+            0 => w.push(r#","cached_tokens_details":null"#),
+            cached => w.fmt(format_args!(r#","cached_tokens_details":{{"device":{cached},"host":0}}"#)),
+        }
+    }
     if let Some(payload) = &answer.r3 {
         w.push(r#","routed_experts":"#);
         w.payload(payload, &voice.pattern);
     }
-    w.fmt(format_args!(r#","dp_rank":{}"#, answer.rank));
-    if answer.finish.is_some() {
-        w.fmt(format_args!(r#","e2e_latency":{}"#, answer.latency));
-        if voice.version == Version::V0_5_23 {
-            w.fmt(format_args!(r#","response_sent_to_client_ts":{}"#, super::clock::unix_seconds()));
-        }
+    match answer.rank {
+        Some(rank) => w.fmt(format_args!(r#","dp_rank":{rank}"#)),
+        None => w.push(r#","dp_rank":null"#),
+    }
+    if answer.finish.is_some() && new {
+        frontend_stamps(w, answer);
+    } else if answer.finish.is_some() {
+        w.fmt(format_args!(r#","e2e_latency":{:.6}"#, answer.stamps.finished - answer.stamps.received));
+    } else if answer.stamps.is_first_event
+        && let Some(first) = answer.stamps.first_event
+    {
+        w.fmt(format_args!(r#","response_sent_to_client_ts":{first:.6}"#));
     }
     w.push("}");
 }

@@ -216,7 +216,7 @@ pub struct Job {
     pub start_len: i64,
     /// `return_logprob`, or `logprobs` of the OpenAI routes.
     pub logprobs: bool,
-    /// First prompt position with an input logprob; negative for the last one only.
+    /// First prompt position with an input logprob; negative for none.
     pub logprob_start: i64,
     /// `top_logprobs_num`.
     pub top_logprobs: u32,
@@ -291,7 +291,7 @@ impl Job {
             for copy in 0..n as usize {
                 let at = i * n as usize + copy;
                 subs.push(Sub {
-                    rid: rid(api, wire.rid.as_ref(), at, many),
+                    rid: rid(wire.rid.as_ref(), at, many),
                     prompt_tokens: source.tokens,
                     ids: source.ids.clone(),
                     nonce: custom.and_then(|c| c.r3_nonce).unwrap_or(source.nonce),
@@ -383,18 +383,13 @@ fn bootstrap(wire: &Wire, index: usize) -> Option<(String, u16)> {
     Some((host, port))
 }
 
-fn rid(api: Api, given: Option<&Many<String>>, at: usize, many: bool) -> String {
+fn rid(given: Option<&Many<String>>, at: usize, many: bool) -> String {
     match given {
         Some(Many::List(list)) if at < list.len() => list[at].clone(),
         Some(Many::One(rid)) if many => format!("{rid}_{at}"),
         Some(Many::One(rid)) => rid.clone(),
         _ => {
-            let id = format!("{:016x}{:016x}", rand::random::<u64>(), mix(rand::random::<u64>()));
-            match api {
-                Api::Generate => id,
-                Api::Chat => format!("chatcmpl-{id}"),
-                Api::Completions => format!("cmpl-{id}"),
-            }
+            format!("{:016x}{:016x}", rand::random::<u64>(), mix(rand::random::<u64>()))
         }
     }
 }
@@ -457,7 +452,7 @@ mod tests {
             (chat.subs.len(), chat.subs[0].max_new_tokens, chat.logprobs, chat.stream, chat.include_usage, chat.rank),
             (2, 7, true, true, true, Some(3))
         );
-        assert!(chat.subs[0].rid.starts_with("chatcmpl-"));
+        assert_eq!(chat.subs[0].rid.len(), 32);
         let text =
             Job::parse(Api::Completions, br#"{"model":"m","prompt":["a","b"],"echo":true,"logprobs":1}"#).unwrap();
         assert_eq!((text.subs.len(), text.subs[0].max_new_tokens, text.echo, text.logprobs), (2, 16, true, true));
