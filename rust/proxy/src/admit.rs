@@ -216,8 +216,9 @@ impl Gate {
         });
     }
 
-    /// `bytes` of R3 text left an engine in `took`.
+    /// `bytes` of R3 text left an engine in `took`, as seen on the wire.
     pub fn emitted(&self, id: WorkerId, bytes: u64, took: Duration) {
+        let (bytes, took) = ((bytes as f64 * self.clock.scale()) as u64, self.clock.fleet(took));
         self.inner.lock().admission.emitted(id, bytes, took, self.clock.now());
     }
 
@@ -268,7 +269,7 @@ impl Gate {
                 (true, None) => inner.paused_at = Some(now),
                 (false, Some(since)) => {
                     inner.paused_at = None;
-                    let ns = u64::try_from(now.since(since).as_nanos()).unwrap_or(u64::MAX);
+                    let ns = u64::try_from(self.clock.machine(now.since(since)).as_nanos()).unwrap_or(u64::MAX);
                     self.paused_ns.fetch_add(ns, Ordering::Relaxed);
                 }
                 _ => {}
@@ -288,7 +289,7 @@ impl Gate {
             return past;
         }
         let since = self.inner.lock().paused_at;
-        past + since.map_or(Duration::ZERO, |s| self.clock.now().since(s))
+        past + since.map_or(Duration::ZERO, |s| self.clock.machine(self.clock.now().since(s)))
     }
 
     /// What can be seen of the admission now.

@@ -78,10 +78,12 @@ impl App {
         };
         let client_key = bearer(&settings.api_key, "--api-key")?;
         let worker_key = bearer(&settings.worker_api_key, "--worker-api-key")?;
-        let clock = Clock::start();
+        let clock = Clock::start(settings.time_scale);
+        let admission = settings.admission_config(rand::random());
+        let settings = settings.in_machine_time();
         Ok(Arc::new(Self {
             clock,
-            gate: Gate::new(settings.admission_config(rand::random()), clock),
+            gate: Gate::new(admission, clock),
             registry: Registry::default(),
             metrics: Metrics::default(),
             arena: Arena::new(settings.r3_arena_bytes),
@@ -95,6 +97,11 @@ impl App {
             worker_key,
             settings,
         }))
+    }
+
+    /// R3 bytes of the fleet that so many on the wire stand for: the same unless it is an emulated one with a scale.
+    pub fn fleet_bytes(&self, wire: u64) -> u64 {
+        (wire as f64 * self.clock.scale()) as u64
     }
 
     /// A connect to this worker failed: it is out of choice at once, and its keeper looks whether it lives.

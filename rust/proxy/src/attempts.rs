@@ -115,10 +115,13 @@ pub fn sized(shared: &Shared, mode: Mode) -> Request {
         prompt_tokens = prompt_tokens.saturating_add(tokens);
         max_new = max_new.zip(prompt.max_new_tokens).map(|(a, b)| a.saturating_add(b));
         if facts.routed_experts && !mode.whole {
-            let rewritten = app.settings.start_len_rewrite && prompt.ids.is_some();
+            let rewritten = app.settings.rewrites_start_len() && prompt.ids.is_some();
             let decode_start =
                 if rewritten { tokens.max(facts.routed_experts_start) } else { facts.routed_experts_start };
-            r3 = Some(app.rows.need(&shared.model, facts, prompt, tokens, decode_start));
+            let mut need = app.rows.need(&shared.model, facts, prompt, tokens, decode_start);
+            need.prefill_text = app.fleet_bytes(need.prefill_text);
+            need.decode_text = app.fleet_bytes(need.decode_text);
+            r3 = Some(need);
         }
     }
     let waits = app.settings.queue_timeout_secs.min(app.settings.request_timeout_secs);
@@ -334,7 +337,7 @@ async fn merged(shared: &Arc<Shared>, sub: &Owner, started: Started) -> Result<S
         })
         .await?
     };
-    if merged.account.r3_decode >= MEASURED_TEXT {
+    if shared.app.fleet_bytes(merged.account.r3_decode) >= MEASURED_TEXT {
         shared.app.gate.emitted(decode.worker().id, merged.account.r3_decode, decode.took());
     }
     note_account(shared, &merged.account);

@@ -122,6 +122,11 @@ fn rank_field(worker: &Worker, rank: u16) -> Option<u16> {
     worker.abilities.ranks_known.then_some(rank)
 }
 
+/// Whether the pair is sent as routers without admission send it: the baseline.
+fn is_plain(shared: &Shared) -> bool {
+    !shared.app.settings.admission
+}
+
 fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
     let Mode { index, whole, .. } = mode;
     let facts = &shared.facts;
@@ -146,13 +151,14 @@ fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
     };
     let known = facts.prompt(index).ids.filter(|_| facts.routed_experts);
     let decode_start = known
-        .filter(|_| shared.app.settings.start_len_rewrite && decode.abilities.start_len)
+        .filter(|_| shared.app.settings.rewrites_start_len() && decode.abilities.start_len)
         .map(|ids| ids.max(facts.routed_experts_start));
     let checks_rows = facts.stream && facts.routed_experts && !facts.include_usage;
     let include_usage = checks_rows && shared.route != r3router_core::wire::Route::Generate;
     let bootstrap = Bootstrap { host: &prefill.bootstrap_host, port: prefill.bootstrap_port, room: grant.binding.room };
     let prefill_rank = prefill_rank.rank;
-    let named = rank_field(prefill, prefill_rank);
+    let plain = is_plain(shared);
+    let named = rank_field(prefill, prefill_rank).filter(|_| !plain);
     let owned = Owned { sub: index, rid: Some(rid), bootstrap: Some(bootstrap), ..Owned::default() };
     let for_prefill = Owned {
         routed_dp_rank: named,
@@ -161,7 +167,7 @@ fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
         ..owned
     };
     let for_decode = Owned {
-        routed_dp_rank: rank_field(decode, decode_rank),
+        routed_dp_rank: rank_field(decode, decode_rank).filter(|_| !plain),
         disagg_prefill_dp_rank: named.filter(|_| decode.abilities.prefill_rank_for_decode),
         routed_experts_start_len: decode_start,
         include_usage,
@@ -180,8 +186,13 @@ fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
 ///
 /// # Errors
 /// The first leg's failure, a limit, or an abort. The caller ends the attempt with [`end`].
-pub async fn start(shared: &Arc<Shared>, sub: &Owner, mode: Mode, grant: Grant) -> Result<Started, Error> {
+pub async fn start(shared: &Arc<Shared>, sub: &Owner, mode: Mode, mut grant: Grant) -> Result<Started, Error> {
     let app = &shared.app;
+    let plain = is_plain(shared) && grant.prefill.is_some();
+    if plain {
+        // Ranks are not chosen: the room, from all rooms, is all that prefill is told.
+        grant.binding.room = (rand::random::<u64>() >> 1).max(1);
+    }
     let (prefill_worker, decode_worker) = (grant.prefill.clone(), Arc::clone(&grant.decode));
     let ranks = (grant.binding.prefill.map(|p| p.rank), grant.binding.decode.rank);
     let regular = prefill_worker.is_none();
@@ -198,7 +209,7 @@ pub async fn start(shared: &Arc<Shared>, sub: &Owner, mode: Mode, grant: Grant) 
     };
     let mut timer = Timer::new(
         &app.gate,
-        if regular { app.settings.request_timeout_secs } else { app.settings.delivery_timeout_secs },
+        if regular || plain { app.settings.request_timeout_secs } else { app.settings.delivery_timeout_secs },
         shared.deadline(),
         app.settings.request_timeout_secs,
     );
@@ -206,9 +217,13 @@ pub async fn start(shared: &Arc<Shared>, sub: &Owner, mode: Mode, grant: Grant) 
     let name = decode_worker.name(ranks.1);
     let mut decode = std::pin::pin!(decode_leg(shared, sub, role, decode_worker, name, &legs.decode));
     let mut watch = Watch::default();
+    let mut joined = Joined::default();
     let decode = poll_fn(|cx| {
         if let Poll::Ready(error) = watch.poll(cx, shared, sub, &mut timer) {
             return Poll::Ready(Err(error));
+        }
+        if plain {
+            return joined.poll(cx, &mut prefill, decode.as_mut());
         }
         if let Poll::Ready(error) = prefill.poll_error(cx) {
             return Poll::Ready(Err(error));
@@ -222,6 +237,41 @@ pub async fn start(shared: &Arc<Shared>, sub: &Owner, mode: Mode, grant: Grant) 
     .await?;
     sub.delivered();
     Ok(Started { decode, prefill, timer, plan, merged })
+}
+
+/// Both legs sent at once and joined: a leg that fails is not acted on before the other has ended (decode: has begun its reply, or
+/// failed), and decode's failure is the one that is told.
+#[derive(Default)]
+struct Joined {
+    prefill: Option<Error>,
+    decode: Option<Result<LegBody, Error>>,
+}
+
+impl Joined {
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        prefill: &mut Prefill,
+        decode: Pin<&mut impl Future<Output = Result<LegBody, Error>>>,
+    ) -> Poll<Result<LegBody, Error>> {
+        if let Poll::Ready(error) = prefill.poll_error(cx) {
+            self.prefill = Some(error);
+        }
+        if self.decode.is_none()
+            && let Poll::Ready(result) = decode.poll(cx)
+        {
+            self.decode = Some(result);
+        }
+        match (self.decode.take(), self.prefill.take()) {
+            (Some(Ok(_)), Some(error)) => Poll::Ready(Err(error)),
+            (Some(Ok(body)), None) => Poll::Ready(Ok(body)),
+            (Some(Err(error)), _) if !prefill.is_running() => Poll::Ready(Err(error)),
+            (decode, lost) => {
+                (self.decode, self.prefill) = (decode, lost);
+                Poll::Pending
+            }
+        }
+    }
 }
 
 /// Ends a failed attempt: the permit goes back, open legs are aborted.
@@ -304,7 +354,7 @@ async fn prefill_leg(
                 None
             }
         };
-        if plan.routed_experts && body.bytes >= MEASURED_TEXT {
+        if plan.routed_experts && shared.app.fleet_bytes(body.bytes) >= MEASURED_TEXT {
             shared.app.gate.emitted(worker.id, body.bytes, body.took());
         }
         Ok(part)

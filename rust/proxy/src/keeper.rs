@@ -127,7 +127,7 @@ async fn find(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, old: Option<
 
 fn silent_for(app: &App, worker: &Worker) -> Duration {
     let last = worker.last_bytes.load(std::sync::atomic::Ordering::Relaxed);
-    app.clock.now().since(r3router_core::time::Moment(last))
+    app.clock.machine(app.clock.now().since(r3router_core::time::Moment(last)))
 }
 
 fn activate(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, found: Found) -> Option<Arc<Worker>> {
@@ -235,9 +235,10 @@ async fn poll_loads(
         return Ok(());
     }
     let Some(value) = answer.json().filter(|_| answer.ok()) else { return Ok(()) };
-    let mut reports = rank_reports(&value, Polled { sent, answered: app.clock.now() }, offset);
+    let mut reports =
+        rank_reports(&value, Polled { sent, answered: app.clock.now(), scale: app.clock.scale() }, offset);
     if with_gauges {
-        gauges.next = Some(Instant::now() + GAUGES);
+        gauges.next = Some(Instant::now() + app.clock.machine(GAUGES));
         gauges.ranks = metrics
             .filter(crate::ask::Answer::ok)
             .and_then(|m| std::str::from_utf8(&m.body).ok().map(mamba_gauges))

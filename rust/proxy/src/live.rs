@@ -258,9 +258,10 @@ impl Sub {
     /// Ends the attempt: the permit goes back, legs that are still open are aborted on their engines, decode first.
     /// Does nothing when no attempt runs.
     pub fn finish(&self, outcome: Outcome, open_legs: LegResult) {
-        let (permit, rid, prefill, decode) = {
+        let (permit, rid, prefill, decode, pair) = {
             let mut attempt = self.attempt.lock();
             let Some(permit) = attempt.permit.take() else { return };
+            let pair = attempt.prefill.is_some();
             let mut close = |role| {
                 let leg = attempt.leg(role)?;
                 let was_open = std::mem::replace(&mut leg.open, false);
@@ -270,11 +271,13 @@ impl Sub {
                 })
             };
             let (decode, prefill) = (close(Role::Decode), close(Role::Prefill));
-            (permit, std::mem::take(&mut attempt.rid), prefill, decode)
+            (permit, std::mem::take(&mut attempt.rid), prefill, decode, pair)
         };
         self.app.gate.finish(permit, outcome);
         let targets: Vec<Arc<Worker>> = decode.into_iter().chain(prefill).collect();
-        if !targets.is_empty() && open_legs != LegResult::Ok {
+        // The baseline, a plain PD router, closes its connections and tells no engine.
+        let plain = !self.app.settings.admission && pair;
+        if !targets.is_empty() && open_legs != LegResult::Ok && !plain {
             abort::send_own(&self.app, Abort { rid, targets });
         }
     }

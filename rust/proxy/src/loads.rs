@@ -13,6 +13,8 @@ pub struct Polled {
     pub sent: Moment,
     /// Answered at.
     pub answered: Moment,
+    /// Fleet seconds in one of the engine's wall clock.
+    pub scale: f64,
 }
 
 /// Maps an engine's wall clock to the router's, for answers that do not say the engine's own time.
@@ -30,9 +32,10 @@ impl Offset {
         let Some(timestamp) = timestamp else { return polled.sent };
         if let Some(now) = engine_now {
             // A load that is stamped after the answer's own time was taken meanwhile: age zero.
-            let age = Duration::try_from_secs_f64((now - timestamp).max(0.0)).unwrap_or(Duration::MAX);
+            let age = Duration::try_from_secs_f64((now - timestamp).max(0.0) * polled.scale).unwrap_or(Duration::MAX);
             return Moment(polled.sent.0.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX)));
         }
+        let timestamp = timestamp * polled.scale;
         let difference = polled.answered.as_secs_f64() - timestamp;
         let offset = self.smallest.map_or(difference, |s| s.min(difference));
         self.smallest = Some(offset);
@@ -166,7 +169,7 @@ mod tests {
     use serde_json::json;
 
     fn polled(sent: f64, answered: f64) -> Polled {
-        Polled { sent: Moment::from_secs_f64(sent), answered: Moment::from_secs_f64(answered) }
+        Polled { sent: Moment::from_secs_f64(sent), answered: Moment::from_secs_f64(answered), scale: 1.0 }
     }
 
     #[test]

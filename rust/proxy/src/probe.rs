@@ -162,7 +162,7 @@ async fn loads(q: &Question<'_>) -> Option<u16> {
     if !answer.ok() {
         return None;
     }
-    let polled = Polled { sent: Moment::ZERO, answered: Moment::ZERO };
+    let polled = Polled { sent: Moment::ZERO, answered: Moment::ZERO, scale: 1.0 };
     let reports = rank_reports(&answer.json()?, polled, &mut Offset::default());
     reports.iter().map(|r| r.rank + 1).max()
 }

@@ -26,6 +26,29 @@ impl Settings {
         }
     }
 
+    /// These settings with the limits and pauses that follow the fleet's clock in the machine's time. They are the same unless the
+    /// fleet is an emulated one with a scale.
+    #[must_use]
+    pub fn in_machine_time(mut self) -> Self {
+        let scale = self.time_scale;
+        for span in [
+            &mut self.request_timeout_secs,
+            &mut self.queue_timeout_secs,
+            &mut self.poll_interval_ms,
+            &mut self.delivery_timeout_secs,
+            &mut self.retry_initial_backoff_ms,
+            &mut self.retry_max_backoff_ms,
+        ] {
+            *span = span.div_f64(scale);
+        }
+        self
+    }
+
+    /// Whether decode is asked for rows from the prompt's end only. The baseline sends both engines what the client sent.
+    pub fn rewrites_start_len(&self) -> bool {
+        self.admission && self.start_len_rewrite
+    }
+
     /// Attempts of one request in all, the first included (sglang-router's `--retry-max-retries 5` means five in all).
     pub fn attempts(&self) -> u32 {
         if self.disable_retries { 1 } else { self.retry_max_retries.max(1) }

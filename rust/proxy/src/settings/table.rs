@@ -57,7 +57,10 @@ settings! {
         api_key: Option<Secret> = None; peer("None"),
     }
     "Admission" => {
-        /// Bind a request to a pair only when both ranks have room for it. Off: every request is sent at once, and engines time out under load.
+        /// Bind a request to a pair only when both ranks have room for it. Off is the baseline for comparisons, a plain PD router as people
+        /// ran them: every request is sent to both engines at once, a random room decides the prefill rank and the engine the decode rank,
+        /// both replies are awaited whatever becomes of either, nothing is aborted, no limit but `request_timeout_secs` holds, and
+        /// `start_len_rewrite` has no effect. Engines time out under load.
         admission: bool = true,
         /// Transfers in flight per decode rank: computed from measured rates, a fixed number, or unbounded.
         window: WindowMode = WindowMode::Computed,
@@ -141,6 +144,9 @@ settings! {
         prometheus_port: u16 = 29000; peer("29000"),
     }
     "Process" => {
+        /// For emulated fleets only (`r3router emulate --scale N`, whose clocks run N times as fast and whose sizes are N times smaller): the
+        /// same N. Rates, windows, waits, load polls and the limits of requests then follow the fleet's clock.
+        time_scale: f64 = 1.0; range(1.0, 1000.0),
         /// Threads that move bytes; 0 is one per core.
         threads: u32 = 0; range(0.0, 1024.0),
         /// How long an idle connection to an engine is kept. Below the 5 s after which engines close it.
