@@ -50,7 +50,8 @@ def demo_table(report: dict[str, Any]) -> str:
     o, scale = report["options"], f"{report['options']['scale']:g}"
     head = (
         f"{o['prefill']} prefill and {o['decode']} decode ranks, {o['per_gpu']} requests outstanding per GPU, "
-        f"{o['cached_tokens']:,} cached and {o['new_tokens']:,} new prompt tokens, {o['output_tokens']} output tokens, R3 on, "
+        f"{o['cached_tokens']:,} shared ({o['families']} prefixes) and {o['new_tokens'][0]:,} to {o['new_tokens'][1]:,} new prompt tokens, "
+        f"{o['output_tokens']} output tokens (median), R3 on, "
         f"engines as SGLang {o['engine_version']}. Emulated on {report['machine']}, {report['date']}, at scale 1:{scale}: "
         f"on the wire everything is {scale} times smaller and faster than in the table; {o['seconds']:,.0f} s of the fleet's time each."
     )

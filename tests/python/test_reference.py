@@ -14,7 +14,8 @@ REPORT = {
         "decode": 4,
         "per_gpu": 96,
         "cached_tokens": 54_000,
-        "new_tokens": 3_000,
+        "families": 96,
+        "new_tokens": [1_800, 4_200],
         "output_tokens": 120,
         "engine_version": "0.5.23",
         "scale": 30.0,
@@ -41,7 +42,7 @@ REPORT = {
 
 def test_the_incident_table_says_what_ran_where_and_when():
     lines = demo_table(REPORT).splitlines()
-    assert "54,000 cached and 3,000 new prompt tokens" in lines[0]
+    assert "54,000 shared (96 prefixes) and 1,800 to 4,200 new prompt tokens" in lines[0]
     assert "a machine, 2026-01-02, at scale 1:30:" in lines[0]
     assert lines[4] == "| unbounded router | 7 | 8 | 9 | 0.12 | 50 | 6.5 | 0.0 / 0.1 | 100.0 / 300.0 |"
     assert lines[-1] == "Left out: (a2) sglang-router 0.3.2: not installed."

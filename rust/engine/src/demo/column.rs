@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::DemoOptions;
-use super::process::{Router, cpu_seconds, free_port};
+use super::process::{Lateness, Router, cpu_seconds, free_port};
 use crate::emulator::{EmulateOptions, EngineTruth, RunningFleet, Scale, quantile};
 use crate::rollout::{self, RolloutOptions};
 
@@ -94,6 +94,9 @@ pub struct Column {
     pub router_cores: f64,
     /// Cores that the emulated fleet and the client used on average (real).
     pub harness_cores: f64,
+    /// How late a timer of this process rang, 99th percentile: above a second or so the machine was too busy (with other work, or with
+    /// this scale) for the column to show what the fleet would do.
+    pub late_p99: f64,
     /// Most memory that the router had, bytes.
     pub router_peak_memory: u64,
     /// Real seconds of the column.
@@ -128,6 +131,7 @@ impl Column {
             router_cpu_per_rollout: 0.0,
             router_cores: 0.0,
             harness_cores: 0.0,
+            late_p99: 0.0,
             router_peak_memory: 0,
             real_seconds: 0.0,
             engines: Vec::new(),
@@ -141,14 +145,17 @@ fn arguments(options: &DemoOptions, kind: ColumnKind, port: u16, prometheus: u16
         ["--host", "127.0.0.1", "--port", &port.to_string(), "--disable-retries"].map(str::to_owned).to_vec();
     out.extend(["--prometheus-port".to_owned(), prometheus.to_string(), "--log-level".to_owned(), "warn".to_owned()]);
     if kind == ColumnKind::Peer {
-        out.extend(["--worker-startup-check-interval", "1", "--request-timeout-secs", "3600"].map(str::to_owned));
+        // Without the breaker, which would answer for the engines after the first timeouts.
+        out.extend(
+            ["--worker-startup-check-interval", "1", "--request-timeout-secs", "3600", "--disable-circuit-breaker"]
+                .map(str::to_owned),
+        );
         return out;
     }
-    // The router's clocks shrink with the fleet's.
-    let poll = (200.0 / options.scale).round().max(5.0);
-    out.extend(["--poll-interval-ms".to_owned(), poll.to_string()]);
+    // The router's clocks run with the fleet's.
+    out.extend(["--time-scale".to_owned(), options.scale.to_string()]);
     if kind == ColumnKind::Unbounded {
-        out.extend(["--no-admission", "--no-start-len-rewrite"].map(str::to_owned));
+        out.push("--no-admission".to_owned());
     }
     out
 }
@@ -203,7 +210,9 @@ pub(super) fn run(options: &DemoOptions, kind: ColumnKind, logs: &Path) -> io::R
     let load = RolloutOptions { url: router.url.clone(), ..load };
     fleet.reset_truth();
     let (own, theirs) = (cpu_seconds("self"), router.cpu_seconds());
+    let lateness = Lateness::start();
     let report = client.block_on(rollout::run(&load))?;
+    let late = lateness.stop();
     let truth = fleet.truth();
     let (own, theirs) = (cpu_seconds("self") - own, router.cpu_seconds() - theirs);
     let arrivals = fleet.arrivals();
@@ -247,6 +256,7 @@ pub(super) fn run(options: &DemoOptions, kind: ColumnKind, logs: &Path) -> io::R
         router_cpu_per_rollout: theirs / report.completed.max(1) as f64,
         router_cores: theirs / report.seconds.max(1e-9),
         harness_cores: own / report.seconds.max(1e-9),
+        late_p99: late * options.scale,
         router_peak_memory: peak_memory,
         real_seconds: report.seconds,
         engines: truth,

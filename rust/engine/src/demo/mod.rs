@@ -36,7 +36,7 @@ pub struct DemoOptions {
     pub decode: u16,
     /// Prompt tokens that all samples of a family share.
     pub cached_tokens: u32,
-    /// Prefixes that there are.
+    /// Prefixes that there are. 768 samples outstanding in groups of 8 of one prompt, as GRPO draws them, are 96.
     pub families: u32,
     /// Whether the prefixes are in every prefill rank's cache from the start. Weights change and caches are flushed between the steps
     /// of a training, so by default they are not.
@@ -65,13 +65,13 @@ impl Default for DemoOptions {
             router: Vec::new(),
             peer: Vec::new(),
             peer_name: "sglang-router 0.3.2".to_owned(),
-            scale: 30.0,
-            seconds: 1_800.0,
+            scale: 15.0,
+            seconds: 1_500.0,
             per_gpu: 96,
             prefill: 4,
             decode: 4,
             cached_tokens: 54_000,
-            families: 16,
+            families: 96,
             warm: false,
             new_tokens: [1_800, 4_200],
             output_tokens: 800,

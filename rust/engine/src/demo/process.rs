@@ -4,12 +4,19 @@ use std::io;
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use crate::emulator::quantile;
 
 /// Longest time that a router may take to be ready.
 const START: Duration = Duration::from_secs(90);
 /// How long a router may take to end after SIGTERM.
 const STOP: Duration = Duration::from_secs(5);
+/// How long the thread that measures lateness sleeps.
+const PROBE: Duration = Duration::from_millis(20);
 /// Clock ticks per second of `/proc/PID/stat` (`USER_HZ`, fixed on Linux).
 const TICKS: f64 = 100.0;
 
@@ -113,6 +120,37 @@ impl Drop for Router {
         }
         let _gone = self.child.kill();
         let _reaped = self.child.wait();
+    }
+}
+
+/// Measures how late a thread that sleeps for a moment wakes up.
+pub(super) struct Lateness {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Vec<f32>>,
+}
+
+impl Lateness {
+    /// Sleeps from now on.
+    pub(super) fn start() -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let told = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || {
+            let mut late = Vec::new();
+            while !told.load(Ordering::Relaxed) {
+                let began = Instant::now();
+                std::thread::sleep(PROBE);
+                late.push(began.elapsed().saturating_sub(PROBE).as_secs_f32());
+            }
+            late
+        });
+        Self { stop, thread }
+    }
+
+    /// The 99th percentile, seconds.
+    pub(super) fn stop(self) -> f64 {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut late = self.thread.join().unwrap_or_default();
+        quantile(&mut late, 0.99)
     }
 }
 

@@ -5,6 +5,10 @@ use super::{Column, DemoReport};
 
 type Cell = fn(&Column) -> String;
 
+/// Lateness of timers from which on a column does not show what the fleet would do, seconds of the fleet: a decode rank's step is 15 to
+/// 50 ms, a prefill batch 1.2 s.
+const TOO_LATE: f64 = 0.5;
+
 fn seconds(pair: [f64; 2]) -> String {
     format!("{:.1} / {:.1} s", pair[0], pair[1])
 }
@@ -23,6 +27,7 @@ const ROWS: &[(&str, Cell)] = &[
     ("wait in engine, p50 / p99", |c| seconds(c.engine_wait)),
     ("whole rollout, p50 / p99", |c| seconds(c.latency)),
     ("router CPU per rollout (real)", |c| format!("{:.1} ms", c.router_cpu_per_rollout * 1e3)),
+    ("timers late, p99", |c| format!("{:.2} s", c.late_p99)),
     ("cores: router, fleet + client (real)", |c| format!("{:.2}, {:.2}", c.router_cores, c.harness_cores)),
 ];
 
@@ -75,6 +80,14 @@ pub(super) fn render(report: &DemoReport) -> String {
     for criterion in &report.criteria {
         let mark = if criterion.holds { "holds" } else { "DOES NOT HOLD" };
         let _infallible = writeln!(out, "{mark}: {} ({})", criterion.what, criterion.measured);
+    }
+    for column in report.columns.iter().filter(|c| c.late_p99 > TOO_LATE) {
+        let _infallible = writeln!(
+            out,
+            "({}) this machine was too busy for this scale: timers rang {:.1} s late. Give it more CPU, or a smaller --scale.",
+            column.kind.letter(),
+            column.late_p99
+        );
     }
     for left in &report.left_out {
         let _infallible = writeln!(out, "left out: {left}");

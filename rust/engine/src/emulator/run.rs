@@ -42,8 +42,10 @@ fn describe(fleet: &RunningFleet) -> String {
         let bootstrap = engine.bootstrap_port.map(|p| format!(", bootstrap port {p}")).unwrap_or_default();
         let _infallible = writeln!(text, "{:<8} {} with {} ranks{bootstrap}", engine.role, engine.url, engine.ranks);
     }
-    let _infallible =
-        write!(text, "\nA router for this fleet:\n  python -m r3router serve {}", fleet.router_arguments().join(" "));
+    let scale = fleet.scale().factor();
+    let scale = if scale > 1.0 { format!(" --time-scale {scale}") } else { String::new() };
+    let arguments = fleet.router_arguments().join(" ");
+    let _infallible = write!(text, "\nA router for this fleet:\n  python -m r3router serve {arguments}{scale}");
     text
 }
 

@@ -30,6 +30,7 @@ use super::fast::Prepared;
 use super::fault::FaultRequest;
 use super::pattern::Pattern;
 use super::routes;
+use super::scale::Scale;
 use super::truth::EngineTruth;
 use crate::model::{EngineId, Fleet, Pace};
 
@@ -130,6 +131,11 @@ impl RunningFleet {
             engines.push(engine);
         }
         Ok(Self { engines, tasks })
+    }
+
+    /// Factor between model and wire.
+    pub fn scale(&self) -> Scale {
+        self.engines.first().map_or_else(Scale::default, |e| e.scale)
     }
 
     /// Where the engines listen, in the order of the configuration.
