@@ -35,3 +35,7 @@ async def test_neither_rank_is_named_and_decode_ships_all_rows(lab: Lab) -> None
     assert rooms == [leg.room for leg in fleet.d.legs]
     assert len(set(rooms)) == 8
     assert all(1 <= room < 1 << 63 for room in rooms)
+    # The engines of these tests take a missing rank for a broken rule; here it is the point.
+    assert len(fleet.violations) == 8
+    assert all("without routed_dp_rank" in broken for broken in fleet.violations)
+    fleet.violations.clear()
