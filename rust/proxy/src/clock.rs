@@ -27,12 +27,12 @@ impl Clock {
 
     /// The fleet's time of a span of the machine's.
     pub fn fleet(&self, span: Duration) -> Duration {
-        scaled(span, self.scale)
+        if self.scale > 1.0 { scaled(span, |s| s * self.scale) } else { span }
     }
 
     /// The machine's time of a span of the fleet's.
     pub fn machine(&self, span: Duration) -> Duration {
-        scaled(span, 1.0 / self.scale)
+        if self.scale > 1.0 { scaled(span, |s| s / self.scale) } else { span }
     }
 
     /// Now.
@@ -55,13 +55,9 @@ impl Clock {
     }
 }
 
-/// Without a scale spans stay exact.
-fn scaled(span: Duration, factor: f64) -> Duration {
-    #[expect(clippy::float_cmp, reason = "1.0 is what the setting says when it is not given")]
-    if factor == 1.0 {
-        return span;
-    }
-    Duration::try_from_secs_f64(span.as_secs_f64() * factor).unwrap_or(Duration::MAX)
+/// A span in seconds, after `change`.
+fn scaled(span: Duration, change: impl FnOnce(f64) -> f64) -> Duration {
+    Duration::try_from_secs_f64(change(span.as_secs_f64())).unwrap_or(Duration::MAX)
 }
 
 /// Seconds since 1970 on the machine's wall clock.
@@ -83,6 +79,7 @@ mod tests {
         assert!((ahead.as_secs_f64() - 20.0).abs() < 0.5, "{ahead:?}");
         assert_eq!(clock.machine(Duration::from_secs(300)), Duration::from_secs(20));
         let plain = Clock::start(1.0);
+        let begin = Instant::now();
         assert_eq!(plain.at(begin + Duration::from_nanos(7)).since(plain.at(begin)), Duration::from_nanos(7));
     }
 }
