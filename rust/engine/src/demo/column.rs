@@ -145,11 +145,8 @@ fn arguments(options: &DemoOptions, kind: ColumnKind, port: u16, prometheus: u16
         ["--host", "127.0.0.1", "--port", &port.to_string(), "--disable-retries"].map(str::to_owned).to_vec();
     out.extend(["--prometheus-port".to_owned(), prometheus.to_string(), "--log-level".to_owned(), "warn".to_owned()]);
     if kind == ColumnKind::Peer {
-        // Without the breaker, which would answer for the engines after the first timeouts.
-        out.extend(
-            ["--worker-startup-check-interval", "1", "--request-timeout-secs", "3600", "--disable-circuit-breaker"]
-                .map(str::to_owned),
-        );
+        // Its breaker stays as it comes: with --disable-circuit-breaker version 0.3.2 went idle after the first timeouts.
+        out.extend(["--worker-startup-check-interval", "1", "--request-timeout-secs", "3600"].map(str::to_owned));
         return out;
     }
     // The router's clocks run with the fleet's.
