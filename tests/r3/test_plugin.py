@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from r3router.agent.counts import plugin_lines
 from r3router.plugin import hooks as hooks_module
 from r3router.plugin.hooks import Hooks, State
 from r3router.plugin.keeper import Keeper
@@ -295,6 +296,26 @@ def test_whatever_stands_in_the_way_goes_in_line_and_is_logged(
         patch.setattr(scheduler, "output_streamer", None)
         inline(scheduler, scheduler.finish())
     assert sum(runtime.inline.values()) == 6 and runtime.by_reference == 1
+
+
+async def test_the_agent_tells_what_the_plug_in_counts(torch: None, state: State) -> None:
+    runtime = state.runtime
+    assert runtime is not None
+    scheduler = Scheduler(Hooks(state))
+    scheduler.finish()
+    scheduler.finish(retraction_count=1)
+    scheduler.finish(retraction_count=1)
+    assert runtime.writer.drain()
+    runtime.dump()
+    lines = plugin_lines([runtime.store.path, runtime.store.path / "missing"])
+    labels = f'{{directory="{runtime.store.path.name}"'
+    for line in (
+        f"r3router_plugin_by_reference_total{labels}}} 1",
+        f"r3router_plugin_written_bytes_total{labels}}} {99 * LAYERS * TOP_K}",
+        f"r3router_plugin_arena_bytes{labels}}} 4096",
+        f'r3router_plugin_inline_total{labels},reason="the request was retracted"}} 2',
+    ):
+        assert line in lines
 
 
 def test_no_rows_stay_an_empty_payload(torch: None, state: State) -> None:

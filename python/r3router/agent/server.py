@@ -23,6 +23,7 @@ from r3router.r3 import host
 from r3router.r3.errors import FormatError
 from r3router.r3.store import SHM, add_owner, owned, reclaim
 
+from .counts import plugin_lines
 from .parts import BadRange, Part
 from .shelf import Entry, Shelf
 
@@ -149,6 +150,7 @@ class Agent:
                 f"# TYPE r3router_agent_{name} {kind}",
                 f"r3router_agent_{name} {value}",
             ]
+        lines += plugin_lines(self.shelf.places())
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
 
     def _allow(self, request: web.Request) -> None:

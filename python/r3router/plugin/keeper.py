@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -22,17 +23,23 @@ logger = logging.getLogger("r3router.plugin")
 LOOK_SECONDS: Final = 0.25
 RESTART_SECONDS: Final = (0.1, 1.0, 5.0, 30.0)
 """Pauses before it is started again, growing while it keeps dying."""
+STEADY_SECONDS: Final = 60.0
+"""An agent that ran for so long did not die of its start."""
 
 
 class Keeper:
     """Keeps an agent running. `alive` tells whether references may be given out."""
 
-    def __init__(self, settings: Settings, directory: Path, rank: int) -> None:
+    def __init__(self, settings: Settings, directory: Path, rank: int, each_look: Callable[[], None] | None = None) -> None:
+        """`each_look` is called about every `LOOK_SECONDS`, on the keeper's thread."""
         self._settings = settings
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
         self._alive = False
         self._starts = 0
+        self._failures = 0
+        self._began = 0.0
+        self._each_look = each_look
         if settings.agent_uri is not None:
             self.uri = settings.agent_uri.removeprefix("r3://").removeprefix("http://").rstrip("/")
         else:
@@ -59,6 +66,8 @@ class Keeper:
         while True:
             try:
                 self._look()
+                if self._each_look is not None:
+                    self._each_look()
             except Exception:
                 self._alive = False
                 logger.exception("the agent cannot be started or asked; R3 rows go in-line meanwhile")
@@ -69,7 +78,9 @@ class Keeper:
             if self._process is not None:
                 logger.error("the agent ended with status %s; R3 rows go in-line until it runs again", self._process.returncode)
                 self._alive = False
-                time.sleep(RESTART_SECONDS[min(self._starts - 1, len(RESTART_SECONDS) - 1)])
+                self._failures = 0 if time.monotonic() - self._began > STEADY_SECONDS else self._failures
+                time.sleep(RESTART_SECONDS[min(self._failures, len(RESTART_SECONDS) - 1)])
+                self._failures += 1
             self._spawn()
         alive = self._answers()
         if alive != self._alive:
@@ -79,6 +90,7 @@ class Keeper:
 
     def _spawn(self) -> None:
         self._starts += 1
+        self._began = time.monotonic()
         port = self.uri.rpartition(":")[2]
         command = [sys.executable, "-m", "r3router", "agent", "--port", port, "--directory", str(self._directory)]
         command += ["--parent", str(self._settings.parent), "--engine-pid", str(os.getpid())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from r3router.r3 import host
 from r3router.r3.descriptor import Descriptor
 from r3router.r3.format import HEADER_BYTES, narrow_dtype
-from r3router.r3.store import PREFIX, ArenaFull, StoreDir, new_header, reclaim
+from r3router.r3.store import COUNTS, PREFIX, ArenaFull, StoreDir, new_header, reclaim
 
 from .keeper import Keeper
 from .settings import Settings
@@ -57,11 +58,12 @@ class Runtime:
         path = settings.parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         self.store = StoreDir(path, settings.cap(), group=settings.group)
         self.writer = Writer(self.store, settings.pending)
-        self.keeper = Keeper(settings, path, rank)
-        self.keeper.start()
         self.by_reference = 0
         self.inline: dict[str, int] = {}
         self._told: dict[str, float] = {}
+        self._dumped: dict[str, Any] = {}
+        self.keeper = Keeper(settings, path, rank, self.dump)
+        self.keeper.start()
         logger.info("R3 rows go by reference: %s, %d bytes at most, agent at %s", path, self.store.cap, self.keeper.uri)
 
     def refusal(self, request: Any) -> str | None:
@@ -102,12 +104,40 @@ class Runtime:
 
     def tell(self, why: str, request: Any) -> None:
         """Counts and logs that a request's rows go in-line."""
-        self.inline[why] = self.inline.get(why, 0) + 1
+        # Numbers in the reason would make each a reason of its own.
+        kind = why.partition(" (")[0]
+        self.inline[kind] = self.inline.get(kind, 0) + 1
         now = time.monotonic()
-        if now - self._told.get(why, -QUIET_SECONDS) >= QUIET_SECONDS:
-            self._told[why] = now
+        if now - self._told.get(kind, -QUIET_SECONDS) >= QUIET_SECONDS:
+            self._told[kind] = now
             rid = getattr(request, "rid", "?")
-            logger.warning("R3 rows of %s go in-line (%d so far): %s", rid, self.inline[why], why)
+            logger.warning("R3 rows of %s go in-line (%d so far): %s", rid, self.inline[kind], why)
+
+    def counts(self) -> dict[str, Any]:
+        """What the agent's `/metrics` tells of this process."""
+        writer = self.writer
+        return {
+            "by_reference": self.by_reference,
+            "inline": dict(self.inline),
+            "written": writer.written,
+            "written_bytes": writer.bytes,
+            "failed": writer.failed,
+            "pending": writer.in_flight,
+            "waits": writer.waits,
+            "waited_s": round(writer.waited_s, 6),
+            "arena_bytes": self.store.used,
+            "arena_cap_bytes": self.store.cap,
+            "agent_starts": self.keeper.starts,
+        }
+
+    def dump(self) -> None:
+        """Leaves `counts` in the directory, where an agent finds them."""
+        counts = self.counts()
+        if counts != self._dumped:
+            self._dumped = counts
+            draft = self.store.path / f"{COUNTS}.new"
+            draft.write_text(json.dumps(counts))
+            draft.rename(self.store.path / COUNTS)
 
 
 def dtype_of(model_config: Any) -> str:

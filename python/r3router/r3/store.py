@@ -28,6 +28,8 @@ from .format import HEADER_BYTES, Header, numpy_dtype
 SHM: Final = Path("/dev/shm")  # noqa: S108 - shared memory is the point
 PREFIX: Final = "r3router-"
 OWNER: Final = "owner"
+COUNTS: Final = "plugin.json"
+"""What a plug-in counts, for its agent's metrics."""
 ID: Final = re.compile(r"[0-9a-f]{16,64}")
 _PAGE: Final = 4096
 # What other users of shared memory (NCCL, torch loaders) must find free.
