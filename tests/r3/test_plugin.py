@@ -114,6 +114,21 @@ def test_rows_that_were_overwritten_all_the_same_never_pass(store: StoreDir, mon
     assert writer.drain(30) and np.array_equal(open_rows(writing.path)[1], buffer[:10])
 
 
+def test_the_comparison_finds_rows_of_another_request(store: StoreDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    buffer = expert_rows(2, 100)
+    writer = Writer(store, 8)
+    sound, spoiled = store.reserve(header(10)), store.reserve(header(10))
+    for writing, first in ((sound, 0), (spoiled, 50)):
+        slots = np.arange(first, first + 10)
+        writer.submit(Job(writing, buffer, slots, buffer[slots]))
+    # An engine that does not ask.
+    buffer[55] += 1
+    held.go.set()
+    assert writer.drain() and (writer.written, writer.failed) == (1, 1)
+    assert sound.path.exists() and not spoiled.path.exists()
+
+
 def test_two_requests_that_share_a_prefix_release_its_slots_together(store: StoreDir, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
     buffer = expert_rows(2, 100)

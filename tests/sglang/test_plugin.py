@@ -38,7 +38,7 @@ def variables(folder: Path, **more: str) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: r3router\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nr3router = r3router.plugin:register\n")
     found = {"PYTHONPATH": f"{PYTHON}{os.pathsep}{folder}", "SGLANG_PLUGINS": "r3router", "R3ROUTER_AGENT_HOST": "127.0.0.1"}
-    return found | {"R3ROUTER_PLUGIN_BYTES": "64MiB"} | more
+    return found | {"R3ROUTER_PLUGIN_BYTES": "64MiB", "R3ROUTER_PLUGIN_VERIFY": "1"} | more
 
 
 @pytest.fixture(scope="module")
@@ -110,17 +110,29 @@ def test_the_descriptor_and_the_file_say_what_they_hold(pair: Trio) -> None:
     assert not read_again.exists()
 
 
-def test_many_at_once_all_get_their_own_rows(pair: Trio) -> None:
-    lengths = [20 + 7 * at for at in range(16)]
+def metric(process: Process, name: str) -> float:
+    """A counter of the plug-in of an engine, from its agent."""
+    uri = next(line for line in process.text().splitlines() if "R3 rows go by reference: " in line).rsplit("agent at ", 1)[1].strip()
+    lines = fleet.call(f"http://{uri}/metrics")[1].decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"r3router_plugin_{name}{{"))
 
-    def both(length: int) -> np.ndarray:
+
+def test_many_at_once_get_the_rows_that_their_engine_had(pair: Trio) -> None:
+    """The engines compare each row with a gather at the finish (R3ROUTER_PLUGIN_VERIFY): a batch of many does not compute, to the
+    bit, what a unified engine computes for one, but no row may be another request's."""
+    before = {process.url: metric(process, "by_reference_total") for process in (pair.prefill, pair.decode)}
+
+    def both(at: int) -> tuple[int, int]:
+        length = 20 + 7 * (at % 16)
         decode, prefill = by_hand(pair, generate(length, 12), {"routed_experts_start_len": length})
-        return np.concatenate([read(prefill), read(decode)])
+        left, right = read(prefill), read(decode)
+        return len(left) - length, len(right) - 11
 
     with ThreadPoolExecutor(16) as pool:
-        got = list(pool.map(both, lengths))
-    for length, found in zip(lengths, got, strict=True):
-        assert np.array_equal(found, rows(post(f"{pair.unified.url}/generate", generate(length, 12))["meta_info"]["routed_experts"]))
+        assert set(pool.map(both, range(64))) == {(0, 0)}
+    for process in (pair.prefill, pair.decode):
+        eventually(lambda process=process: metric(process, "by_reference_total") == before[process.url] + 64, "the counters to be told")
+        assert metric(process, "failed_total") == 0 and metric(process, "inline_total") <= 8
 
 
 def test_requests_without_r3_have_none(pair: Trio) -> None:

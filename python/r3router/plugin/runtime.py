@@ -96,7 +96,8 @@ class Runtime:
             weight_version=weight_version,
         )
         writing = self.store.reserve(header)
-        self.writer.submit(Job(writing, gathered.buffer, gathered.slots))
+        expected = gathered.buffer[gathered.slots] if self.settings.verify and gathered.slots is not None else None
+        self.writer.submit(Job(writing, gathered.buffer, gathered.slots, expected))
         self.by_reference += 1
         uri = f"r3://{self.keeper.uri}/{writing.id}"
         path = str(writing.path)

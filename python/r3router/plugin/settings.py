@@ -43,6 +43,9 @@ class Settings:
     """`R3ROUTER_PLUGIN_INDEXER=1`: indexer top-k by reference too. Its reader must know; the router passes it on as it is."""
     force: bool = False
     """`R3ROUTER_PLUGIN_FORCE=1`: also with releases of SGLang that this version was not tried with."""
+    verify: bool = False
+    """`R3ROUTER_PLUGIN_VERIFY=1`: rows are also gathered when the request finishes, as without the plug-in, and what is written later is
+    compared with them. For tests: it costs what the plug-in saves."""
     pending: int = 64
     """`R3ROUTER_PLUGIN_PENDING`: payloads that may wait for the writing thread; more go in-line."""
 
@@ -82,6 +85,7 @@ class Settings:
             nixl=switch("R3ROUTER_AGENT_NIXL", False),
             indexer=switch("R3ROUTER_PLUGIN_INDEXER", False),
             force=switch("R3ROUTER_PLUGIN_FORCE", False),
+            verify=switch("R3ROUTER_PLUGIN_VERIFY", False),
             pending=int(number("R3ROUTER_PLUGIN_PENDING", 64)),
         )
 

@@ -35,6 +35,8 @@ class Job:
     """`[slots, layers, top_k]` of the engine, or the rows themselves."""
     slots: NDArray[np.int64] | None
     """Which rows of the buffer, in the order of the sequence; `None` for all."""
+    expected: NDArray[Any] | None = None
+    """The rows as they were when the job was made, to compare with."""
 
 
 class Writer:
@@ -104,10 +106,14 @@ class Writer:
         return self._reads[key]
 
     def _whole(self, job: Job) -> Iterator[NDArray[Any]]:
+        at = 0
         for tile in _tiles(job):
             # Looked at after the rows were read: what was read before is right.
             if self._broken and job.slots is not None:
                 raise RuntimeError("the engine overwrote rows that were not written yet")
+            if job.expected is not None and not np.array_equal(tile, job.expected[at : at + len(tile)]):
+                raise RuntimeError(f"rows {at} to {at + len(tile)} are not those of the finished request")
+            at += len(tile)
             yield tile
 
     def _run(self) -> None:
