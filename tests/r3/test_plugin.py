@@ -376,6 +376,19 @@ def test_the_step_after_a_finish_waits_before_it_overwrites(torch: None, state: 
     assert np.array_equal(open_rows(str(got.path))[1], expected) and scheduler.buffer[slot, 0, 0] == 255
 
 
+def test_rows_do_not_pass_when_the_guard_fails(
+    torch: None, state: State, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = Held(monkeypatch)
+    hooks = Hooks(state)
+    got = descriptor(Scheduler(hooks).finish())
+    gone = types.SimpleNamespace(host_cache=types.SimpleNamespace(buffer=None), out_cache_loc=None)
+    assert hooks.finalize(lambda output: "done", gone) == "done" and "will not pass" in caplog.text
+    held.go.set()
+    assert state.runtime is not None and state.runtime.writer.drain() and state.runtime.writer.failed == 1
+    assert not Path(str(got.path)).exists()
+
+
 def test_an_agent_that_is_killed_is_started_again_on_its_port(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -221,7 +221,11 @@ class Hooks:
         runtime = self.state.runtime
         if runtime is None or runtime.writer.in_flight == 0:
             return
-        runtime.writer.guard(host_cache.buffer.numpy(), slots.cpu().numpy())
+        try:
+            runtime.writer.guard(host_cache.buffer.numpy(), slots.cpu().numpy())
+        except Exception:
+            logger.exception("it cannot be told which slots are overwritten; unwritten R3 rows will not pass")
+            runtime.writer.give_up()
 
     def in_flight(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Around the look at prefill's transfers, of engines that do not collect R3 there."""

@@ -55,6 +55,7 @@ class Writer:
         self.waits = 0
         """How often the engine had to wait for a slot."""
         self.waited_s = 0.0
+        self._broken = False
         self.bytes = 0
         threading.Thread(target=self._run, name="r3router-writer", daemon=True).start()
 
@@ -89,15 +90,17 @@ class Writer:
             self.waits += 1
             if not self._free.wait_for(lambda: not reads[slots].any(), WAIT_SECONDS):
                 logger.error("slots of unwritten R3 rows are overwritten after %.0f s; those payloads will not pass", WAIT_SECONDS)
-                self._broken = True
+                self.give_up()
             self.waited_s += time.monotonic() - began
+
+    def give_up(self) -> None:
+        """Lets no rows pass that are not written yet: the engine may be overwriting them."""
+        self._broken = True
 
     def drain(self, timeout: float = WAIT_SECONDS) -> bool:
         """Waits until all is written."""
         with self._free:
             return self._free.wait_for(lambda: self._in_flight == 0, timeout)
-
-    _broken = False
 
     def _counts(self, buffer: NDArray[Any]) -> NDArray[np.int16]:
         key = _address(buffer)
