@@ -19,6 +19,14 @@ from scripted.replies import Output, reply_bytes
 
 Place = Callable[[Any], str]
 
+
+@pytest.fixture(autouse=True, params=["in-line", "by reference"])
+def transport(request: pytest.FixtureRequest, lab: Lab) -> str:
+    """Every case holds in both forms. By reference the client fetches the rows and puts them where they would have been."""
+    lab.by_reference = request.param == "by reference"
+    return str(request.param)
+
+
 PLACES: dict[str, tuple[str, dict[str, Any], Place]] = {
     "generate": ("/generate", {}, lambda r: r["meta_info"]["routed_experts"]),
     "chat sglext": ("/v1/chat/completions", CHAT, lambda r: r["sglext"]["routed_experts"]),

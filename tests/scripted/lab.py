@@ -8,6 +8,7 @@ from typing import Any
 
 from .client import Client
 from .fleet import Fleet
+from .reference import RefClient
 from .router import Router
 
 
@@ -18,6 +19,10 @@ class Lab:
         self.folder = folder
         self.fleets: list[Fleet] = []
         self.routers: list[Router] = []
+        self.by_reference = False
+        """Clients ask for payloads by reference."""
+        self.store = folder / "store"
+        self.store.mkdir()
 
     async def fleet(self, fleet: Fleet) -> Fleet:
         """Starts the engines of a fleet."""
@@ -32,9 +37,11 @@ class Lab:
     async def router(self, fleet: Fleet | None, *flags: str, ready: bool = True) -> Router:
         """A router in front of a fleet; `None` is a PD router without workers."""
         base = fleet.flags() if fleet is not None else ["--pd-disaggregation"]
-        router = Router([*base, *flags], self.folder / f"router-{len(self.routers)}.log")
+        router = Router(["--r3-store-dir", str(self.store), *base, *flags], self.folder / f"router-{len(self.routers)}.log")
         self.routers.append(router)
         await router.start(ready=ready)
+        if self.by_reference:
+            router.client = RefClient(router.port)
         return router
 
     async def serve(self, *flags: str, **shape: Any) -> tuple[Fleet, Router, Client]:
@@ -59,6 +66,8 @@ class Lab:
                 code = await router.stop()
                 assert code == 0, f"exit code {code} after SIGTERM"
             assert "panicked at" not in router.tail(1 << 24), "the router panicked"
+        if all(router.process is not None and router.process.returncode == 0 for router in self.routers):
+            assert not list(self.store.iterdir()), "the router left files behind"
 
     async def close(self) -> None:
         """Ends whatever still runs."""

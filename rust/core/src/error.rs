@@ -87,6 +87,14 @@ kinds! {
     R3Unsupported = "r3_unsupported", 501;
     /// The R3 arena cannot ever hold the request.
     R3ArenaTooSmall = "r3_arena_too_small", 400;
+    /// There are no rows under this id.
+    R3Unknown = "r3_unknown", 404;
+    /// The rows were deleted or have expired.
+    R3Expired = "r3_expired", 410;
+    /// The range lies outside of the rows.
+    R3Range = "r3_range", 416;
+    /// The key does not open these rows.
+    Forbidden = "forbidden", 403;
     /// Path or method that the router does not know.
     NotFound = "not_found", 404;
     /// Wrong method on a known path.

@@ -194,6 +194,11 @@ impl Gate {
         self.inner.lock().admission.check(request, self.clock.now())
     }
 
+    /// Bytes of the R3 arena that references hold have changed.
+    pub fn arena_kept(&self, bytes: u64) {
+        self.change(|inner, _| inner.admission.set_arena_kept(bytes));
+    }
+
     fn cancel(&self, ticket: Ticket) {
         self.change(|inner, _| {
             inner.waiting.remove(&ticket);

@@ -8,14 +8,16 @@ use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
 use crate::admit::Gate;
+use crate::agents::Agents;
 use crate::attempts::RetryBudget;
 use crate::clock::Clock;
 use crate::drain::Drain;
 use crate::live::Live;
+use crate::merge::Shape;
 use crate::metrics::Metrics;
 use crate::rows::RowWidths;
 use crate::settings::Settings;
-use crate::store::Arena;
+use crate::store::{Arena, Place, Store};
 use crate::worker::Worker;
 use crate::workers::Registry;
 
@@ -37,6 +39,12 @@ pub struct App {
     pub metrics: Metrics,
     /// R3 rows that wait for their other half.
     pub arena: Arena,
+    /// R3 rows that clients hold references to.
+    pub store: Store,
+    /// Agents on engines' hosts.
+    pub agents: Arc<Agents>,
+    /// Boot id of this machine, "" when it has none.
+    pub host: Arc<str>,
     /// Requests in work, by the ids that clients abort them by.
     pub live: Live,
     /// R3 row widths learned from replies.
@@ -81,12 +89,29 @@ impl App {
         let clock = Clock::start(settings.time_scale);
         let admission = settings.admission_config(rand::random());
         let settings = settings.in_machine_time();
+        let gate = Gate::new(admission, clock);
+        let arena = Arena::new(settings.r3_arena_bytes);
+        let place = Place {
+            root: settings.r3_store_dir.clone().into(),
+            spill: settings.r3_spill_dir.clone().map(Into::into),
+            keep: settings.r3_ref_expiry_secs,
+        };
+        let told = Arc::downgrade(&gate);
+        let store = Store::new(&arena, place, move |bytes| {
+            if let Some(gate) = told.upgrade() {
+                gate.arena_kept(bytes);
+            }
+        });
+        let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         Ok(Arc::new(Self {
             clock,
-            gate: Gate::new(admission, clock),
+            gate,
+            store,
+            agents: Arc::new(Agents::new(settings.upstream_idle_secs, worker_key.clone())),
+            host: Arc::from(host.trim()),
             registry: Registry::default(),
             metrics: Metrics::default(),
-            arena: Arena::new(settings.r3_arena_bytes),
+            arena,
             live: Live::default(),
             rows: RowWidths::default(),
             slots: settings.max_concurrent_requests.0.map(|n| Arc::new(Semaphore::new(n as usize))),
@@ -102,6 +127,12 @@ impl App {
     /// R3 bytes of the fleet that so many on the wire stand for: the same unless it is an emulated one with a scale.
     pub fn fleet_bytes(&self, wire: u64) -> u64 {
         (wire as f64 * self.clock.scale()) as u64
+    }
+
+    /// What is known of the model's routing.
+    pub fn shape(&self) -> Shape {
+        let Settings { r3_layers: layers, r3_top_k: top_k, r3_experts: experts, .. } = self.settings;
+        Shape { layers, top_k, experts }
     }
 
     /// A connect to this worker failed: it is out of choice at once, and its keeper looks whether it lives.

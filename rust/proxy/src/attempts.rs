@@ -118,7 +118,8 @@ pub fn sized(shared: &Shared, mode: Mode) -> Request {
             let rewritten = app.settings.rewrites_start_len() && prompt.ids.is_some();
             let decode_start =
                 if rewritten { tokens.max(facts.routed_experts_start) } else { facts.routed_experts_start };
-            let mut need = app.rows.need(&shared.model, facts, prompt, tokens, decode_start);
+            let kept = shared.by_ref.then(|| app.shape().width());
+            let mut need = app.rows.need(&shared.model, facts, prompt, tokens, decode_start, kept);
             need.prefill_text = app.fleet_bytes(need.prefill_text);
             need.decode_text = app.fleet_bytes(need.decode_text);
             r3 = Some(need);

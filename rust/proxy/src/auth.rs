@@ -23,6 +23,14 @@ pub fn check(app: &App, path: &str, headers: &HeaderMap) -> Result<(), Error> {
         .advise("send Authorization: Bearer KEY with the router's --api-key"))
 }
 
+/// A key that was sent and is wrong, where a client is told that it may not have something.
+pub fn refused(mut error: Error, headers: &HeaderMap) -> Error {
+    if headers.contains_key(header::AUTHORIZATION) {
+        error.kind = Kind::Forbidden;
+    }
+    error
+}
+
 /// Equality in a time that does not tell where the first difference is.
 fn same(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.iter().zip(b).fold(0, |diff, (x, y)| diff | (x ^ y)) == 0

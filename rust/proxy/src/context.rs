@@ -56,6 +56,8 @@ pub struct Shared {
     pub key: u64,
     /// Whether payloads leave by reference.
     pub by_ref: bool,
+    /// Address that references name, "" when they are not wanted.
+    pub base: Arc<str>,
 }
 
 impl Shared {

@@ -18,7 +18,7 @@ use crate::attempts::Mode;
 use crate::context::Shared;
 use crate::leg::{LegBody, MAX_ERROR, fault_error, first_event_error, judge, says_abort, source, status_error};
 use crate::live::{Owner, Signal, Sub};
-use crate::merge::{Plan, PrefillPart, read_prefill};
+use crate::merge::{Plan, PrefillPart, Refs, read_prefill};
 use crate::metrics::LegResult;
 use crate::timer::Timer;
 use crate::upstream::Call;
@@ -175,6 +175,18 @@ fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
     };
     let mut plan = Plan::of(facts, index, decode_start);
     plan.by_ref = shared.by_ref;
+    plan.agents = Some(Arc::clone(&shared.app.agents));
+    if shared.by_ref && facts.routed_experts {
+        plan.refs = Some(Arc::new(Refs {
+            store: shared.app.store.clone(),
+            base: Arc::clone(&shared.base),
+            host: Arc::clone(&shared.app.host),
+            shape: shared.app.shape(),
+            rid: Arc::from(rid),
+            // Rooms are never drawn twice.
+            attempt: grant.binding.room as u32,
+        }));
+    }
     plan.row_items = shared.app.rows.get(&shared.model);
     plan.hide_usage = include_usage;
     plan.prefill = prefill.name(prefill_rank);

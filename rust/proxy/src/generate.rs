@@ -49,6 +49,7 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
     }
     let by_ref = facts.via_store
         || head.headers.get(R3_TRANSPORT).map_or(app.settings.r3_transport == R3Transport::Ref, |v| v == "ref");
+    let base = if by_ref { public_url(app, &head.headers) } else { Arc::from("") };
     let model = facts.model.and_then(|span| body.get(span.start..span.end)).map(|m| {
         let text = String::from_utf8_lossy(m);
         text.trim_matches('"').to_owned()
@@ -65,6 +66,7 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
         model: model.unwrap_or_default(),
         key: head.headers.get(ROUTING_KEY).map_or(0, key_hash),
         by_ref,
+        base,
         body,
         facts,
     });
@@ -133,6 +135,15 @@ fn as_the_engine_wrote(error: &Error, kept: &Kept) -> Option<Reply> {
     reply.headers_mut().insert(header::CONTENT_TYPE, kept.content_type.clone().unwrap_or(json));
     reply.headers_mut().insert(crate::errors::ERROR_CODE, HeaderValue::from_static(error.kind.code()));
     Some(reply)
+}
+
+/// Under which address the client reaches this router: as set, or as it did this time.
+fn public_url(app: &App, headers: &HeaderMap) -> Arc<str> {
+    if let Some(url) = &app.settings.r3_public_url {
+        return Arc::from(url.trim_end_matches('/'));
+    }
+    let host = headers.get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or_default();
+    Arc::from(format!("http://{host}"))
 }
 
 /// A place under `--max-concurrent-requests`, when that is set.

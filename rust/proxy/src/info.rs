@@ -267,6 +267,32 @@ fn write_admission(app: &App, text: &mut Text) {
     for (what, value) in arena {
         text.line("r3router_r3_arena_bytes", &[("what", what)], value);
     }
+    let (objects, kept, spilled) = app.store.usage();
+    text.single("r3router_r3_objects", "Objects that clients may hold references to.", "gauge", objects as f64);
+    text.head("r3router_r3_object_bytes", "Bytes of those objects, by where they lie.", "gauge");
+    for (place, bytes) in [("arena", kept), ("spill", spilled)] {
+        text.line("r3router_r3_object_bytes", &[("place", place)], bytes as f64);
+    }
+    let ends = app.store.ends();
+    let by_end = [
+        ("made", &ends.made),
+        ("deleted", &ends.deleted),
+        ("expired_read", &ends.expired_read),
+        ("expired_unread", &ends.expired_unread),
+        ("unsent", &ends.unsent),
+        ("spilled", &ends.spilled),
+        ("recovered", &ends.recovered),
+    ];
+    text.head(
+        "r3router_r3_objects_total",
+        "Objects made, and how they ended: deleted by the client, expired read or unread, their reply unsent. Spilled: written to disk. \
+         Recovered: directories of dead routers removed at start.",
+        "counter",
+    );
+    for (event, count) in by_end {
+        let count = count.load(std::sync::atomic::Ordering::Relaxed) as f64;
+        text.line("r3router_r3_objects_total", &[("event", event)], count);
+    }
     let whole = |n: i64| if n == i64::MAX { f64::INFINITY } else { n as f64 };
     type Read = fn(&r3router_core::admission::RankView, &dyn Fn(i64) -> f64) -> f64;
     let gauges: [(&str, &str, Read); 13] = [

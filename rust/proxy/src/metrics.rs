@@ -214,6 +214,8 @@ pub struct Metrics {
     pub aborting: AtomicI64,
     /// R3 text bytes read: prefill, decode.
     pub r3_bytes: Counters<2>,
+    /// Fetches of referenced rows.
+    pub r3_fetched: AtomicU64,
     /// Bytes of replies handed to clients.
     pub reply_bytes: AtomicU64,
     /// Wait in the router's queue.
@@ -276,6 +278,8 @@ impl Metrics {
         for (at, role) in ["prefill", "decode"].iter().enumerate() {
             text.line("r3router_r3_text_bytes_total", &[("role", role)], self.r3_bytes.get(at) as f64);
         }
+        let fetched = self.r3_fetched.load(Ordering::Relaxed) as f64;
+        text.single("r3router_r3_fetches_total", "Fetches of rows that were named by reference.", "counter", fetched);
         let bytes = self.reply_bytes.load(Ordering::Relaxed) as f64;
         text.single("r3router_reply_bytes_total", "Bytes of replies handed to clients.", "counter", bytes);
         self.wait.write(text, "r3router_queue_wait_seconds", "Wait in the router's queue.");

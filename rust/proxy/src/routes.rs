@@ -12,7 +12,7 @@ use crate::app::App;
 use crate::context::{Count, REQUEST_ID, request_id};
 use crate::errors::{Reply, bytes_reply, error_reply, json_reply, not_found, wrong_method};
 use crate::generate::{self, Head};
-use crate::{abort, auth, control, info, receive, registration};
+use crate::{abort, auth, control, info, objects, receive, registration};
 
 /// The engine route of a path.
 fn engine_route(path: &str) -> Option<Route> {
@@ -72,6 +72,11 @@ async fn other(app: &Arc<App>, request: Request<Incoming>) -> Result<Reply, Erro
         _ => {}
     }
     let allowed = auth::check(app, path, headers);
+    if let Some(id) = path.strip_prefix("/r3/") {
+        // Rows are named by ids that only their client was told; a wrong key is told apart from none.
+        allowed.map_err(|e| auth::refused(e, headers))?;
+        return objects::handle(app, method, uri, headers, id);
+    }
     let body = receive::body(incoming, headers, app.settings.max_payload_size).await;
     allowed?;
     let body = body?;
@@ -112,6 +117,7 @@ fn routes() -> serde_json::Value {
         "loads": ["/v1/loads", "/get_loads", "/engine_metrics", "/metrics"],
         "workers": ["/workers", "/workers/{id}", "/add_worker", "/remove_worker", "/list_workers"],
         "abort": ["/abort_request"],
+        "references": ["/r3/{id}"],
         "every_engine": control::BROADCAST,
     })
 }

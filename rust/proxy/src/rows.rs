@@ -37,13 +37,26 @@ impl RowWidths {
 
     /// What one sub-request will move: prefill sends the rows from the client's start to the prompt's end, decode those from
     /// `decode_start` to the last token. Base64 of int32 is 16 bytes of text for 3 numbers.
-    pub fn need(&self, model: &str, facts: &Facts, prompt: &Prompt, prompt_tokens: u32, decode_start: u32) -> R3Need {
+    /// `kept`: bytes of a number in the object that a reference names; then decode's rows stay in the arena too.
+    pub fn need(
+        &self,
+        model: &str,
+        facts: &Facts,
+        prompt: &Prompt,
+        prompt_tokens: u32,
+        decode_start: u32,
+        kept: Option<u64>,
+    ) -> R3Need {
         let items = u64::from(self.get(model).unwrap_or(DEFAULT_ITEMS));
         let rows = |from: u32, to: u32| u64::from(to.saturating_sub(from));
         let text = |rows: u64| (rows * items * 4).div_ceil(3) * 4;
         let output = prompt.max_new_tokens.unwrap_or(0);
         let prefill = rows(facts.routed_experts_start, prompt_tokens);
         let decode = rows(decode_start, prompt_tokens.saturating_add(output));
-        R3Need { prefill_text: text(prefill), decode_text: text(decode), arena: prefill * items * NARROW }
+        let arena = match kept {
+            None => prefill * items * NARROW,
+            Some(width) => prefill * items * NARROW.max(width) + u64::from(output) * items * width,
+        };
+        R3Need { prefill_text: text(prefill), decode_text: text(decode), arena }
     }
 }

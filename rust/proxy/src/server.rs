@@ -29,6 +29,8 @@ const BACKLOG: u32 = 4096;
 /// How long a connection may be idle, or take to send a request's head. Longer than any client keeps an idle connection, so that a
 /// request does not cross the close.
 const HEAD_TIME: Duration = Duration::from_secs(150);
+/// Pause between looks for referenced rows that have expired.
+const SWEEP: Duration = Duration::from_secs(1);
 /// How long replies may take to leave once the last request has ended.
 const FLUSH: Duration = Duration::from_secs(2);
 
@@ -102,6 +104,13 @@ impl Router {
         let (closing, closed) = watch::channel(Closing::No);
         let gate = Arc::clone(&app.gate);
         let timer = app.runtime.spawn(async move { gate.run_timer().await });
+        let store = app.store.clone();
+        let sweeping = app.runtime.spawn(async move {
+            loop {
+                tokio::time::sleep(SWEEP.min(store.keeps())).await;
+                store.sweep();
+            }
+        });
         let accepting = app.runtime.spawn(accept(Arc::clone(&app), listener, closed.clone(), serve_main));
         let scraping = metrics.map(|m| app.runtime.spawn(accept(Arc::clone(&app), m, closed, serve_metrics)));
         shutdown.await;
@@ -129,6 +138,7 @@ impl Router {
         wait_until(FLUSH, || app.metrics.connections.load(Ordering::Relaxed) == 0).await;
         wait_until(FLUSH, || app.metrics.aborting.load(Ordering::Relaxed) == 0).await;
         timer.abort();
+        sweeping.abort();
         tracing::info!("stopped");
     }
 }

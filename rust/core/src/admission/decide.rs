@@ -204,7 +204,9 @@ impl Admission {
         let request = &entry.request;
         if let Some(r3) = request.r3
             && r3.arena > 0
-            && (arena_is_kept || self.arena_reserved.saturating_add(r3.arena) > self.config.arena_bytes)
+            && (arena_is_kept
+                || self.arena_reserved.saturating_add(self.arena_kept).saturating_add(r3.arena)
+                    > self.config.arena_bytes)
         {
             return Err(Reason::Arena);
         }

@@ -303,6 +303,8 @@ pub struct Admission {
     flow: Flow,
     counters: Counters,
     arena_reserved: u64,
+    /// Bytes of the arena that finished requests still hold, for clients with a reference.
+    arena_kept: u64,
     /// Requests that were overtaken too often, and what is kept for them.
     holds: Vec<Hold>,
     paused_since: Option<Moment>,
@@ -355,6 +357,7 @@ impl Admission {
             flow: Flow::default(),
             counters: Counters::default(),
             arena_reserved: 0,
+            arena_kept: 0,
             holds: Vec::new(),
             paused_since: None,
             paused_total: 0,

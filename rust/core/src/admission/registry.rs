@@ -43,6 +43,12 @@ impl Admission {
         self.dirty = true;
     }
 
+    /// Bytes of the arena that are held for references beyond their requests. R3 requests wait while they leave too little.
+    pub fn set_arena_kept(&mut self, bytes: u64) {
+        self.dirty |= bytes < self.arena_kept;
+        self.arena_kept = bytes;
+    }
+
     /// The whole fleet is paused (rollout control): nothing is bound, deadlines stand still.
     pub fn set_paused(&mut self, paused: bool, now: Moment) {
         match (paused, self.paused_since) {

@@ -1,14 +1,18 @@
 //! What an engine with r3router's plug-in sends in the place of a payload: the address of rows that stay on its host.
 //!
 //! On the wire it is the field's normal base64 string. Its bytes are the magic `R3H1`, then compact JSON with exactly the
-//! members of [`Descriptor`], in that order:
+//! members of [`Descriptor`], in this order:
 //!
 //! ```json
-//! {"uri":"r3://10.0.0.7:9400/a/17","offset":0,"pos":0,"rows":57000,"dtype":"uint8","shape":[57000,40,8],"crc32":305419896}
+//! {"uri":"r3://10.0.0.7:9400/17","offset":256,"pos":0,"rows":57000,"dtype":"uint8","shape":[57000,40,8],"crc32":305419896}
 //! ```
 //!
 //! `crc32` is `null` when the engine writes the rows in the background and sends the reply first; the checksum then comes with
 //! the rows, in the file's header and in the agent's `x-r3-crc32`.
+//!
+//! Two members more may stand at the end: `path`, the object's file, and `host`, the boot id of the machine that has it. The rows of an
+//! object are served at `http://10.0.0.7:9400/r3/17`; `offset` is that of the first row in the file, whose first [`ROWS_AT`] bytes are its
+//! header and are not served.
 //!
 //! A raw payload cannot begin with the magic: as an int32 it would be expert 826,815,314.
 use std::fmt::Write;
@@ -26,12 +30,15 @@ pub const TEXT_PREFIX: [u8; 6] = *b"UjNIMX";
 /// The most bytes that a descriptor may have, magic included.
 pub const MAX_LEN: usize = 4096;
 
+/// Bytes of an object's file before its first row.
+pub const ROWS_AT: u64 = 256;
+
 /// Rows of one payload that lie somewhere else.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Descriptor {
     /// Where they are served.
     pub uri: String,
-    /// First byte of them in what the address names.
+    /// First byte of them in the object's file.
     pub offset: u64,
     /// Position of the first row in the sequence (`routed_experts_start_len` as the engine obeyed it).
     pub pos: u32,
@@ -45,6 +52,10 @@ pub struct Descriptor {
     pub top_k: u32,
     /// CRC-32 (IEEE) of the `rows * layers * top_k * dtype` bytes; `None` when only the place that serves them knows it.
     pub crc32: Option<u32>,
+    /// The object's file, for clients on the same host.
+    pub path: Option<String>,
+    /// Boot id of that host.
+    pub host: Option<String>,
 }
 
 impl Descriptor {
@@ -59,8 +70,15 @@ impl Descriptor {
         // Writing to a string cannot fail.
         let _ = write!(
             out,
-            ",\"offset\":{offset},\"pos\":{pos},\"rows\":{rows},\"dtype\":\"{dtype}\",\"shape\":[{rows},{layers},{top_k}],\"crc32\":{crc32}}}"
+            ",\"offset\":{offset},\"pos\":{pos},\"rows\":{rows},\"dtype\":\"{dtype}\",\"shape\":[{rows},{layers},{top_k}],\"crc32\":{crc32}"
         );
+        for (name, value) in [("path", &self.path), ("host", &self.host)] {
+            if let Some(value) = value {
+                let _ = write!(out, ",\"{name}\":");
+                push_string(&mut out, value);
+            }
+        }
+        out.push('}');
         out.into_bytes()
     }
 
@@ -93,7 +111,9 @@ impl Descriptor {
             dtype: fields.dtype.ok_or_else(missing)?,
             layers: u32::try_from(layers).map_err(|_| missing())?,
             top_k: u32::try_from(top_k).map_err(|_| missing())?,
-            crc32: fields.crc32.ok_or_else(missing)?,
+            crc32: if fields.crc32_given { fields.crc32 } else { return Err(missing()) },
+            path: fields.path,
+            host: fields.host,
         })
     }
 }
@@ -111,7 +131,10 @@ struct Fields {
     rows: Option<u32>,
     dtype: Option<Dtype>,
     shape: [u64; 3],
-    crc32: Option<Option<u32>>,
+    crc32: Option<u32>,
+    crc32_given: bool,
+    path: Option<String>,
+    host: Option<String>,
 }
 
 impl Fields {
@@ -122,15 +145,20 @@ impl Fields {
             let small = |n: Option<u64>| n.and_then(|n| u32::try_from(n).ok());
             match &json[key.span.start..key.span.end] {
                 b"uri" => fields.uri = text(c)?,
+                b"path" => fields.path = text(c)?,
+                b"host" => fields.host = text(c)?,
                 b"offset" => fields.offset = number(c)?,
                 b"pos" => fields.pos = small(number(c)?),
                 b"rows" => fields.rows = small(number(c)?),
                 b"dtype" => fields.dtype = text(c)?.and_then(|t| Dtype::of(&t)),
                 b"crc32" if c.peek() == Some(b'n') => {
                     c.value()?;
-                    fields.crc32 = Some(None);
+                    fields.crc32_given = true;
                 }
-                b"crc32" => fields.crc32 = small(number(c)?).map(Some),
+                b"crc32" => {
+                    fields.crc32 = small(number(c)?);
+                    fields.crc32_given = fields.crc32.is_some();
+                }
                 b"shape" => {
                     let mut i = 0;
                     c.list(|c| {
@@ -186,6 +214,8 @@ mod tests {
             layers: 40,
             top_k: 8,
             crc32: Some(0x1234_5678),
+            path: None,
+            host: None,
         }
     }
 
@@ -197,6 +227,9 @@ mod tests {
             r#"R3H1{"uri":"r3://10.0.0.7:9400/a/17","offset":4096,"pos":3,"rows":57000,"dtype":"uint8","shape":[57000,40,8],"crc32":305419896}"#
         );
         assert_eq!(Descriptor::decode(&d.encode()).unwrap(), d);
+        let here = Descriptor { path: Some("/dev/shm/a/17.r3".into()), host: Some("b\"1".into()), ..d.clone() };
+        assert!(here.encode().ends_with(br#","crc32":305419896,"path":"/dev/shm/a/17.r3","host":"b\"1"}"#));
+        assert_eq!(Descriptor::decode(&here.encode()).unwrap(), here);
         let text = d.encode_base64();
         assert!(text.as_bytes().starts_with(&TEXT_PREFIX), "{text}");
         assert_eq!(base64_simd::STANDARD.decode_to_vec(text).unwrap(), d.encode());
@@ -213,7 +246,7 @@ mod tests {
     #[test]
     fn what_does_not_fit_together_is_refused() {
         let good = String::from_utf8(sample().encode()).unwrap();
-        let unknown = good.replace("\"pos\"", "\"host\":{\"a\":[1]},\"pos\"");
+        let unknown = good.replace("\"pos\"", "\"node\":{\"a\":[1]},\"pos\"");
         assert_eq!(Descriptor::decode(unknown.as_bytes()).unwrap(), sample());
         for bad in [
             good.replace("R3H1", "R3H2"),

@@ -5,7 +5,7 @@ use std::time::Instant;
 use bytes::Bytes;
 use http::{Response, StatusCode, header};
 use r3router_core::r3::Dtype;
-use r3router_core::r3::descriptor::Descriptor;
+use r3router_core::r3::descriptor::{Descriptor, ROWS_AT};
 use r3router_core::time::Moment;
 use r3router_core::topology::Role;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -505,13 +505,15 @@ fn payload(engine: &Engine, job: &Job, sub: &Sub, tokens: u32, by_reference: boo
     let shape = engine.pattern.shape();
     let descriptor = Descriptor {
         uri: format!("{}/r3/{}", engine.url, engine.agent.put(rows)),
-        offset: 0,
+        offset: ROWS_AT,
         pos: rows.first(),
         rows: rows.len(),
         dtype: Dtype::for_experts(shape.experts),
         layers: shape.layers,
         top_k: shape.top_k,
         crc32: Some(crc32_of(&engine.pattern, &rows)),
+        path: None,
+        host: None,
     };
     Some(Payload::Descriptor(descriptor.encode_base64()))
 }

@@ -3,6 +3,7 @@ use std::sync::Arc;
 
 use http::{Method, Uri};
 use http_body_util::BodyExt;
+use r3router_core::r3::descriptor::ROWS_AT;
 use serde::Deserialize;
 
 use super::client::Http;
@@ -118,7 +119,10 @@ async fn fetch(
     if len == 0 {
         return Ok(Findings::default());
     }
-    let range = format!("bytes={}-{}", segment.offset, segment.offset + len - 1);
+    // What is served begins with the first row; the offset counts from the beginning of the object's file.
+    let from =
+        segment.offset.checked_sub(ROWS_AT).ok_or_else(|| format!("offset {} lies in the header", segment.offset))?;
+    let range = format!("bytes={from}-{}", from + len - 1);
     let mut response = http.call(Method::GET, &uri, Some(&range), Vec::new()).await?;
     let status = response.status().as_u16();
     while let Some(frame) = response.frame().await {

@@ -11,7 +11,7 @@ use r3router_core::r3::outline::Outline;
 
 use super::intake::{Begin, Fed, Intake};
 use super::place::{self, Place};
-use super::prefill::{PrefillPart, cut_short, settle};
+use super::prefill::{PrefillPart, cut_short, pull, settle};
 use super::read::poll_next;
 use super::resolve::{Sequence, begin};
 use super::rope::{Rope, Unwind};
@@ -149,6 +149,7 @@ where
     }
     let outline = Outline::read(&text, Source::Decode).map_err(|e| super::resolve::at(plan, e))?;
     settle(&mut intake.payloads, &outline)?;
+    pull(&mut intake.payloads, plan, Source::Decode, arena).await?;
     poll_fn(|cx| prefill.poll(cx)).await;
     let aborted = outline.elements.iter().all(r3router_core::r3::outline::Element::aborted);
     if let Waiting::Done(part) = &*prefill

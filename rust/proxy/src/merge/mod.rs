@@ -22,11 +22,13 @@ use http_body::Body;
 use r3router_core::error::Error;
 use r3router_core::wire::{Facts, Route};
 
+use crate::agents::Agents;
 use crate::store::Arena;
 
 pub use join_stream::JoinedStream;
 pub use json::Merged;
 pub use prefill::PrefillPart;
+pub use reference::{Refs, Shape};
 pub use stream::{MergedStream, error_event};
 
 /// What of an attempt's replies has to be merged, and how the legs were asked.
@@ -44,9 +46,12 @@ pub struct Plan {
     pub start: u32,
     /// `routed_experts_start_len` as decode got it.
     pub decode_start: u32,
-    /// The client takes references (`return_outputs_via_store`, `x-r3-transport: ref`). It gets one when the engines sent
-    /// descriptors, and rows in the reply when they sent rows.
+    /// The client takes references (`return_outputs_via_store`, `x-r3-transport: ref`).
     pub by_ref: bool,
+    /// How rows that engines sent become objects. Without it only engines' own objects can be named.
+    pub refs: Option<Arc<Refs>>,
+    /// Where rows that engines keep on their hosts are pulled from, for clients that want them in the reply.
+    pub agents: Option<Arc<Agents>>,
     /// Most tokens that decode may generate, when known; bounds row counts where the reply does not say them.
     pub max_new_tokens: Option<u32>,
     /// Layers x experts of a row, when an earlier reply of the model has shown it.
@@ -83,6 +88,8 @@ impl Plan {
             start: facts.routed_experts_start,
             decode_start: decode_start.unwrap_or(facts.routed_experts_start),
             by_ref: facts.via_store,
+            refs: None,
+            agents: None,
             max_new_tokens: facts.prompt(sub).max_new_tokens,
             row_items: None,
             hide_usage: false,
@@ -102,6 +109,8 @@ impl Plan {
             start: 0,
             decode_start: 0,
             by_ref: false,
+            refs: None,
+            agents: None,
             max_new_tokens: None,
             row_items: None,
             hide_usage: false,

@@ -1,11 +1,13 @@
 //! Prefill's reply: what of it the merge needs, and nothing else.
+use std::sync::Arc;
+
 use bytes::Bytes;
 use http_body::Body;
 use r3router_core::error::{Error, Kind, Source};
 use r3router_core::r3::outline::Outline;
-use r3router_core::r3::{Name, Wanted};
+use r3router_core::r3::{Dtype, Name, Wanted};
 
-use super::intake::{Begin, Fed, Intake, Payload};
+use super::intake::{Begin, Fed, Held, Intake, Payload};
 use super::place::{Place, payload};
 use super::read::next;
 use super::{Hold, Plan};
@@ -60,7 +62,34 @@ where
             intake.begin(name, Begin { hint, ..Begin::default() }, text);
         }
     }
-    finish(intake, plan)
+    let mut part = finish(intake, plan)?;
+    pull(&mut part.payloads, plan, Source::Prefill, arena).await?;
+    Ok(part)
+}
+
+/// Whether rows must be pulled from an engine's host before the reply can be made.
+pub(super) fn far(payloads: &[Payload], plan: &Plan) -> bool {
+    !plan.by_ref && plan.agents.is_some() && payloads.iter().any(|p| matches!(p.held, Held::Elsewhere(_)))
+}
+
+/// Pulls rows that an engine keeps on its host, when the client wants them in the reply.
+pub(super) async fn pull(
+    payloads: &mut [Payload],
+    plan: &Plan,
+    source: Source,
+    arena: &crate::store::Arena,
+) -> Result<(), Error> {
+    if !far(payloads, plan) {
+        return Ok(());
+    }
+    let Some(agents) = &plan.agents else { return Ok(()) };
+    for payload in payloads {
+        let Held::Elsewhere(d) = &payload.held else { continue };
+        let rows = agents.pull(d, source, arena).await.map_err(|e| super::resolve::at(plan, e))?;
+        payload.len = rows.items() * Dtype::I32.size() as u64;
+        (payload.from, payload.wire, payload.held) = (0, Dtype::I32, Held::Rows(Arc::new(rows)));
+    }
+    Ok(())
 }
 
 fn finish(mut intake: Intake, plan: &Plan) -> Result<PrefillPart, Error> {

@@ -1,57 +1,320 @@
-//! The reference form of a payload: an envelope in the place of the string, with the legs' rows as segments where they lie.
+//! The reference form of a payload: an envelope in the place of the string, with the legs' rows as segments where they lie - in the
+//! router's store, or on an engine's host.
 use std::fmt::Write;
+use std::sync::Arc;
 
-use r3router_core::r3::descriptor::Descriptor;
-use r3router_core::r3::rows::Cut;
+use memchr::memmem;
+use r3router_core::error::{Error, Kind, Source};
+use r3router_core::r3::descriptor::{Descriptor, ROWS_AT};
+use r3router_core::r3::rows::{Cut, Legs, cut};
+use r3router_core::r3::{Dtype, Name};
+
+use super::Plan;
+use super::intake::{Held, Payload};
+use super::resolve::{Outcome, at, fault};
+use crate::store::{Meta, Part, Pin, Rows, Store, id_text};
 
 /// How long engines keep rows for a reference, seconds; their agents' default.
-const EXPIRES_S: u32 = 600;
+const EXPIRES_S: u64 = 600;
 
-struct Segment<'a> {
-    of: &'a Descriptor,
-    /// Rows of it that are not taken.
-    skip: u64,
-    rows: u64,
-    /// Position of its first row in the sequence.
-    pos: u64,
+/// What is known of a model's routing: rows on the wire say none of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Shape {
+    /// Layers of a row.
+    pub layers: Option<u32>,
+    /// Experts of a layer.
+    pub top_k: Option<u32>,
+    /// Experts of the model; their number decides the dtype. Unknown: int32.
+    pub experts: Option<u32>,
 }
 
-/// `"output_store_ref":{...}`: the whole member.
-pub(super) fn envelope(start: u32, prefill: &Descriptor, decode: Option<&Descriptor>, cut: &Cut) -> String {
-    let mut segments = Vec::new();
-    let start = u64::from(start);
+impl Shape {
+    /// Layers and experts a layer of rows of `items` numbers: as set, where that fits; else one layer of them all.
+    fn of(self, items: u32) -> (u32, u32) {
+        let other = |known: Option<u32>| known.filter(|n| *n > 0 && items.is_multiple_of(*n)).map(|n| items / n);
+        match (other(self.layers), other(self.top_k)) {
+            (Some(top_k), _) => (items / top_k.max(1), top_k),
+            (None, Some(layers)) => (layers, items / layers.max(1)),
+            (None, None) => (1, items),
+        }
+    }
+
+    /// Bytes of a number in an object.
+    pub fn width(self) -> u64 {
+        self.dtype(Dtype::I32).size() as u64
+    }
+
+    fn dtype(self, wire: Dtype) -> Dtype {
+        if wire == Dtype::I32 { self.experts.map_or(Dtype::I32, Dtype::for_experts) } else { wire }
+    }
+}
+
+/// How rows become objects of the router's store.
+#[derive(Clone, Debug)]
+pub struct Refs {
+    /// Where they are kept.
+    pub store: Store,
+    /// Under which address the client fetches: `http://host:port`.
+    pub base: Arc<str>,
+    /// Boot id of this machine, for clients that may map the file.
+    pub host: Arc<str>,
+    /// What is known of the model.
+    pub shape: Shape,
+    /// The attempt's id on the engines.
+    pub rid: Arc<str>,
+    /// Tells attempts apart.
+    pub attempt: u32,
+}
+
+struct Segment {
+    uri: String,
+    path: Option<String>,
+    host: Option<String>,
+    offset: u64,
+    pos: u64,
+    rows: u64,
+    dtype: Dtype,
+    crc32: Option<u32>,
+}
+
+impl Segment {
+    /// `rows` rows of an engine's object from its row `skip` on. The checksum is of all rows of it; a part of it has none.
+    fn of(d: &Descriptor, skip: u64, rows: u64, pos: u64) -> Self {
+        let row = u64::from(d.layers) * u64::from(d.top_k) * d.dtype.size() as u64;
+        Self {
+            uri: d.uri.clone(),
+            path: d.path.clone(),
+            host: d.host.clone(),
+            offset: d.offset + skip * row,
+            pos,
+            rows,
+            dtype: d.dtype,
+            crc32: d.crc32.filter(|_| rows == u64::from(d.rows)),
+        }
+    }
+}
+
+/// One leg's rows, wherever they lie.
+enum Leg<'a> {
+    There(&'a Descriptor),
+    Here(&'a Payload, Arc<Rows>),
+}
+
+impl<'a> Leg<'a> {
+    fn new(plan: &Plan, payload: &'a Payload) -> Result<Self, Error> {
+        Ok(match &payload.held {
+            Held::Elsewhere(d) => Self::There(d),
+            Held::Rows(rows) => Self::Here(payload, Arc::clone(rows)),
+            Held::Text(text) => {
+                let refs = plan.refs.as_ref().ok_or_else(|| none(plan))?;
+                let rows = text.decode(refs.store.arena(), payload.wire).map_err(|e| fault(plan, payload.name, e))?;
+                Self::Here(payload, Arc::new(rows))
+            }
+        })
+    }
+
+    fn dtype(&self) -> Dtype {
+        match self {
+            Self::There(d) => d.dtype,
+            Self::Here(payload, _) => payload.wire,
+        }
+    }
+
+    /// Numbers that the leg sent.
+    fn items(&self) -> u64 {
+        match self {
+            Self::There(d) => u64::from(d.rows) * u64::from(d.layers) * u64::from(d.top_k),
+            Self::Here(payload, _) => payload.len / payload.wire.size() as u64,
+        }
+    }
+
+    fn shape(&self) -> Option<(u32, u32)> {
+        match self {
+            Self::There(d) => Some((d.layers, d.top_k)),
+            Self::Here(..) => None,
+        }
+    }
+}
+
+/// Decides over a payload that goes by reference. `legs` takes the bytes of one number; `text` is decode's reply without payloads.
+pub(super) fn refer(
+    plan: &Plan,
+    name: Name,
+    (prefill, decode): (&Payload, Option<&Payload>),
+    legs: impl Fn(usize) -> Legs,
+    text: &[u8],
+) -> Result<Outcome, Error> {
+    if name != Name::RoutedExperts {
+        return Err(Error::new(Kind::R3Unsupported, Source::Router, format!("{} cannot go by reference", name.key())));
+    }
+    let (p, d) = (Leg::new(plan, prefill)?, decode.map(|d| Leg::new(plan, d)).transpose()?);
+    // An empty payload says nothing about its rows.
+    let d = d.filter(|d| d.items() > 0);
+    if let Some(d) = &d
+        && let (Some(one), Some(other)) = (p.shape(), d.shape())
+        && one != other
+    {
+        let message = format!("prefill's rows are {one:?}, decode's {other:?} (layers, experts)");
+        return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message)));
+    }
+    if let (Leg::Here(..), Some(Leg::Here(..))) = (&p, &d)
+        && d.as_ref().is_some_and(|d| d.dtype() != p.dtype())
+        && p.items() > 0
+    {
+        let other = d.as_ref().map_or("", |d| d.dtype().name());
+        let message = format!("prefill sent {} as {}, decode as {other}", name.key(), p.dtype().name());
+        return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message))
+            .advise("run one engine version and one routed_experts_dtype on both sides"));
+    }
+    // Texts are compared in bytes, so that one too many is seen; an object and a text can only be compared in numbers.
+    let texts = matches!(&p, Leg::Here(..)) && !matches!(&d, Some(Leg::There(_)));
+    let width =
+        if texts { if p.items() > 0 { p.dtype() } else { d.as_ref().map_or(p.dtype(), Leg::dtype) }.size() } else { 1 };
+    let legs = if texts {
+        legs(width)
+    } else {
+        Legs { item: 1, prefill_len: p.items(), decode_len: d.as_ref().map_or(0, Leg::items), ..legs(1) }
+    };
+    for payload in [Some(prefill), decode].into_iter().flatten().filter(|p| !matches!(p.held, Held::Elsewhere(_))) {
+        if !payload.len.is_multiple_of(payload.wire.size() as u64) {
+            let message = format!("{} has bytes that are no whole number", name.key());
+            return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message)));
+        }
+    }
+    let cut = cut(&legs).map_err(|e| at(plan, e))?;
+    let items = u32::try_from(cut.row / width as u64).unwrap_or(0);
+    let known = p.shape().or_else(|| d.as_ref().and_then(Leg::shape));
+    if let Some((layers, top_k)) = known
+        && items != 0
+        && layers.saturating_mul(top_k) != items
+    {
+        let message = "a row of the descriptor's shape is not as wide as its bytes";
+        return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Prefill, message))
+            .with_limit(f64::from(layers) * f64::from(top_k), f64::from(items)));
+    }
+    let of = plan.refs.as_ref().map(|refs| refs.shape).unwrap_or_default();
+    let (layers, top_k) = known.unwrap_or_else(|| of.of(items));
+    let mut out = Envelope { plan, layers, top_k, text, segments: Vec::new(), pins: Vec::new(), expires_s: EXPIRES_S };
+    let start = u64::from(plan.start);
     if cut.prefill_rows > 0 {
-        segments.push(Segment { of: prefill, skip: cut.prefill_skip, rows: cut.prefill_rows, pos: start });
+        out.add(&p, (cut.prefill_skip, cut.prefill_rows), start)?;
     }
-    if let Some(of) = decode.filter(|_| cut.decode_rows > 0) {
-        segments.push(Segment { of, skip: cut.decode_skip, rows: cut.decode_rows, pos: start + cut.prefill_rows });
+    if let Some(d) = d.filter(|_| cut.decode_rows > 0) {
+        out.add(&d, (cut.decode_skip, cut.decode_rows), start + cut.prefill_rows)?;
     }
-    let mut out = String::from("\"output_store_ref\":{\"handle\":{\"type\":\"r3router\",\"v\":1,\"segments\":[");
-    for (i, s) in segments.iter().enumerate() {
-        let Descriptor { layers, top_k, dtype, .. } = s.of;
-        let row = u64::from(*layers) * u64::from(*top_k) * dtype.size() as u64;
-        // The checksum is of all rows of the engine's object; a part of it has none.
-        let crc = s.of.crc32.filter(|_| s.rows == u64::from(s.of.rows));
-        let crc = crc.map_or_else(|| "null".to_owned(), |crc| crc.to_string());
-        let (uri, offset) = (Json(&s.of.uri), s.of.offset + s.skip * row);
-        // Writing to a string cannot fail.
+    let dtype = out.segments.iter().map(|s| s.dtype).max().unwrap_or(p.dtype());
+    let member = out.write(&cut, dtype);
+    Ok(Outcome::Reference(member, items, out.pins))
+}
+
+struct Envelope<'a> {
+    plan: &'a Plan,
+    layers: u32,
+    top_k: u32,
+    text: &'a [u8],
+    segments: Vec<Segment>,
+    pins: Vec<Arc<Pin>>,
+    expires_s: u64,
+}
+
+impl Envelope<'_> {
+    fn add(&mut self, leg: &Leg<'_>, (skip, rows): (u64, u64), pos: u64) -> Result<(), Error> {
+        let (payload, held) = match leg {
+            Leg::There(d) => {
+                self.segments.push(Segment::of(d, skip, rows, pos));
+                return Ok(());
+            }
+            Leg::Here(payload, rows) => (payload, rows),
+        };
+        let refs = self.plan.refs.as_ref().ok_or_else(|| none(self.plan))?;
+        let per_row = u64::from(self.layers) * u64::from(self.top_k);
+        let (wanted, from) = (skip * per_row, payload.from / payload.wire.size() as u64);
+        let part = match wanted.checked_sub(from) {
+            Some(first) if first + rows * per_row <= held.items() => {
+                Part { rows: Arc::clone(held), from: first, items: rows * per_row }
+            }
+            _ => {
+                let message = "an engine's rows lie where they were not expected after its first bytes";
+                return Err(at(self.plan, Error::new(Kind::R3Mismatch, Source::Decode, message))
+                    .with_limit(wanted as f64, from as f64));
+            }
+        };
+        let dtype = refs.shape.dtype(payload.wire);
+        let meta = Meta {
+            dtype,
+            layers: self.layers,
+            top_k: self.top_k,
+            start: u32::try_from(pos).unwrap_or(u32::MAX),
+            rows,
+            attempt: refs.attempt,
+            weight_version: weights(self.text),
+            rid: refs.rid.to_string(),
+        };
+        let pin = refs.store.put(meta, &part).map_err(|e| at(self.plan, e))?;
+        let object = pin.object();
+        self.segments.push(Segment {
+            uri: format!("{}/r3/{}", refs.base, id_text(object.id)),
+            path: object.path.to_str().map(str::to_owned),
+            host: Some(refs.host.to_string()).filter(|h| !h.is_empty()),
+            offset: ROWS_AT,
+            pos,
+            rows,
+            dtype,
+            crc32: Some(object.crc32),
+        });
+        self.expires_s = self.expires_s.min(refs.store.keeps().as_secs());
+        if self.segments.iter().all(|s| s.uri.starts_with(&*refs.base)) {
+            self.expires_s = refs.store.keeps().as_secs();
+        }
+        self.pins.push(Arc::new(pin));
+        Ok(())
+    }
+
+    /// `"output_store_ref":{...}`: the whole member.
+    fn write(&self, cut: &Cut, dtype: Dtype) -> String {
+        let mut out = String::from("\"output_store_ref\":{\"handle\":{\"type\":\"r3router\",\"v\":1,\"segments\":[");
+        for (i, s) in self.segments.iter().enumerate() {
+            // Writing to a string cannot fail.
+            let _ = write!(out, "{}{{\"uri\":{}", if i > 0 { "," } else { "" }, Json(&s.uri));
+            for (name, value) in [("path", &s.path), ("host", &s.host)] {
+                if let Some(value) = value {
+                    let _ = write!(out, ",\"{name}\":{}", Json(value));
+                }
+            }
+            let crc = s.crc32.map_or_else(|| "null".to_owned(), |c| c.to_string());
+            let _ = write!(
+                out,
+                ",\"offset\":{},\"pos\":{},\"rows\":{},\"dtype\":\"{}\",\"crc32\":{crc}}}",
+                s.offset,
+                s.pos,
+                s.rows,
+                s.dtype.name()
+            );
+        }
         let _ = write!(
             out,
-            "{}{{\"uri\":{uri},\"offset\":{offset},\"pos\":{},\"rows\":{},\"dtype\":\"{}\",\"crc32\":{crc}}}",
-            if i > 0 { "," } else { "" },
-            s.pos,
-            s.rows,
-            dtype.name()
+            "],\"expires_s\":{}}},\"fields\":{{\"routed_experts\":{{\"dtype\":\"{}\",\"shape\":[{},{},{}]}}}}}}",
+            self.expires_s,
+            dtype.name(),
+            cut.rows(),
+            self.layers,
+            self.top_k
         );
+        out
     }
-    let Descriptor { layers, top_k, dtype, .. } = prefill;
-    let _ = write!(
-        out,
-        "],\"expires_s\":{EXPIRES_S}}},\"fields\":{{\"routed_experts\":{{\"dtype\":\"{}\",\"shape\":[{},{layers},{top_k}]}}}}}}",
-        dtype.name(),
-        cut.rows()
-    );
-    out
+}
+
+fn none(plan: &Plan) -> Error {
+    at(plan, Error::new(Kind::R3Unsupported, Source::Router, "this router keeps no payloads"))
+        .advise("ask for payloads in the reply")
+}
+
+/// `meta_info.weight_version` of a reply's text.
+fn weights(text: &[u8]) -> String {
+    const NAME: &[u8] = b"\"weight_version\":\"";
+    let value = memmem::find(text, NAME).and_then(|at| text.get(at + NAME.len()..)).unwrap_or_default();
+    let end = memchr::memchr2(b'"', b'\\', value).unwrap_or(0);
+    String::from_utf8_lossy(value.get(..end).unwrap_or_default()).into_owned()
 }
 
 /// A string as JSON.
@@ -63,5 +326,31 @@ impl std::fmt::Display for Json<'_> {
             Ok(text) => f.write_str(&text),
             Err(_) => Err(std::fmt::Error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Shape, weights};
+    use r3router_core::r3::Dtype;
+
+    #[test]
+    fn a_row_is_cut_into_layers_by_what_is_set_and_fits() {
+        let shape = |layers, top_k| Shape { layers, top_k, experts: None }.of(384);
+        assert_eq!(shape(Some(48), Some(8)), (48, 8));
+        assert_eq!(shape(Some(48), None), (48, 8));
+        assert_eq!(shape(None, Some(8)), (48, 8));
+        assert_eq!(shape(Some(47), Some(8)), (48, 8));
+        assert_eq!(shape(Some(47), None), (1, 384));
+        assert_eq!(shape(None, None), (1, 384));
+        let of = |experts, wire| Shape { experts, ..Shape::default() }.dtype(wire);
+        assert_eq!([Some(256), Some(257), None].map(|e| of(e, Dtype::I32)), [Dtype::U8, Dtype::U16, Dtype::I32]);
+        assert_eq!(of(Some(256), Dtype::U16), Dtype::U16);
+    }
+
+    #[test]
+    fn the_weight_version_is_read_from_the_text() {
+        assert_eq!(weights(br#"{"meta_info":{"weight_version":"v7","x":1}}"#), "v7");
+        assert_eq!(weights(br#"{"meta_info":{"weight_version":null}}"#), "");
     }
 }

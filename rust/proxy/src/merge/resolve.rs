@@ -4,15 +4,14 @@ use std::sync::Arc;
 use r3router_core::error::{Error, Kind, Source};
 use r3router_core::r3::Name;
 use r3router_core::r3::decode::NotBase64;
-use r3router_core::r3::descriptor::Descriptor;
 use r3router_core::r3::rows::{Cut, Legs, cut, widths};
 
 use super::Plan;
 use super::intake::{Begin, Held, Payload};
-use super::reference::envelope;
+use super::reference::refer;
 use super::rope::{Range, Spliced};
 use super::text::{Fault, TextCut};
-use crate::store::{Arena, Rows};
+use crate::store::{Arena, Pin, Rows};
 
 /// What is known about the sequence that a payload belongs to.
 #[derive(Clone, Copy, Debug, Default)]
@@ -30,8 +29,8 @@ pub(super) struct Sequence {
 pub(super) enum Outcome {
     /// Rows; `row_items` numbers each.
     Rows(Spliced, u32),
-    /// A reference in its place.
-    Reference(String, u32),
+    /// A reference in its place, with the number of numbers in a row and the objects that it names.
+    Reference(String, u32, Vec<Arc<Pin>>),
     /// The member is taken out, if it is there.
     Absent,
     /// Decode's reply stays as it is.
@@ -80,6 +79,7 @@ pub(super) fn resolve(
     prefill: Option<&Payload>,
     decode: Option<&Payload>,
     seq: Sequence,
+    text: &[u8],
     arena: &Arena,
 ) -> Result<Outcome, Error> {
     let (start, decode_start) = starts(plan, name);
@@ -121,6 +121,12 @@ pub(super) fn resolve(
         item: item as u64,
         row_items: hint(plan, name),
     };
+    let elsewhere = |p: &Payload| matches!(p.held, Held::Elsewhere(_));
+    // Rows of the indexer have no reference form: they stay in the reply.
+    let by_ref = plan.by_ref && name == Name::RoutedExperts;
+    if by_ref && (plan.refs.is_some() || elsewhere(prefill)) {
+        return refer(plan, name, (prefill, decode), legs, text);
+    }
     match (&prefill.held, decode.map(|d| &d.held)) {
         (Held::Rows(_) | Held::Text(_), d) => {
             let d = match d {
@@ -142,23 +148,12 @@ pub(super) fn resolve(
             let cut = cut(&legs(item)).map_err(|e| at(plan, e))?;
             rows(plan, arena, prefill, decode.zip(d), &cut, item)
         }
-        (Held::Elsewhere(p), d) => {
-            let d = match d {
-                Some(Held::Elsewhere(d)) => Some(d),
-                Some(Held::Rows(rows)) if rows.items() == 0 && decode.is_none_or(|d| d.len == 0) => None,
-                None => None,
-                Some(Held::Rows(_) | Held::Text(_)) => return Err(apart(plan, name)),
-            };
-            if !plan.by_ref {
-                return Err(Error::new(
-                    Kind::R3Unsupported,
-                    Source::Router,
-                    format!("the engines keep {} on their hosts and this client wants it in the reply", name.key()),
-                )
-                .advise("ask by reference (return_outputs_via_store), or run the engines without the plug-in"));
-            }
-            reference(plan, name, p, d, &legs)
-        }
+        (Held::Elsewhere(_), _) => Err(Error::new(
+            Kind::R3Unsupported,
+            Source::Router,
+            format!("the engines keep {} on their hosts and this client wants it in the reply", name.key()),
+        )
+        .advise("ask by reference (return_outputs_via_store), or run the engines without the plug-in")),
     }
 }
 
@@ -211,7 +206,7 @@ fn rows(
     Ok(Outcome::Rows(spliced, u32::try_from(per_row).unwrap_or(0)))
 }
 
-fn fault(plan: &Plan, name: Name, fault: Fault) -> Error {
+pub(super) fn fault(plan: &Plan, name: Name, fault: Fault) -> Error {
     match fault {
         Fault::Arena(e) => e,
         Fault::Text(NotBase64(near)) => {
@@ -221,36 +216,6 @@ fn fault(plan: &Plan, name: Name, fault: Fault) -> Error {
             at(plan, e)
         }
     }
-}
-
-fn reference(
-    plan: &Plan,
-    name: Name,
-    prefill: &Descriptor,
-    decode: Option<&Descriptor>,
-    legs: &dyn Fn(usize) -> Legs,
-) -> Result<Outcome, Error> {
-    if name != Name::RoutedExperts {
-        return Err(Error::new(Kind::R3Unsupported, Source::Router, format!("{} cannot go by reference", name.key())));
-    }
-    let shape = |d: &Descriptor| (d.layers, d.top_k, d.dtype);
-    if let Some(d) = decode
-        && shape(d) != shape(prefill)
-    {
-        let message =
-            format!("prefill's rows are {:?}, decode's {:?} (layers, experts, dtype)", shape(prefill), shape(d));
-        return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message)));
-    }
-    let cut = cut(&legs(prefill.dtype.size())).map_err(|e| at(plan, e))?;
-    let items = prefill.layers.saturating_mul(prefill.top_k);
-    let row = u64::from(items) * prefill.dtype.size() as u64;
-    if cut.row != 0 && cut.row != row {
-        let message = "a row of the descriptor's shape is not as wide as its bytes";
-        return Err(
-            at(plan, Error::new(Kind::R3Mismatch, Source::Prefill, message)).with_limit(row as f64, cut.row as f64)
-        );
-    }
-    Ok(Outcome::Reference(envelope(plan.start, prefill, decode, &cut), items))
 }
 
 /// Names the worker that an error is about.

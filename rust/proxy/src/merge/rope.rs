@@ -5,7 +5,7 @@ use bytes::Bytes;
 use r3router_core::r3::decode::{TILE, text_len};
 
 use super::text::TextCut;
-use crate::store::{Reader, Rows};
+use crate::store::{Pin, Reader, Rows};
 
 /// Numbers `[from, from + items)` of some rows.
 #[derive(Clone, Debug)]
@@ -41,6 +41,8 @@ pub(super) struct Rope {
     pub(super) text: Bytes,
     /// Ascending.
     pub(super) holes: Vec<(usize, Spliced)>,
+    /// Objects that the text names; they live on once all of it has gone out.
+    pub(super) pins: Vec<Arc<Pin>>,
 }
 
 impl Rope {
@@ -54,6 +56,7 @@ impl Rope {
 pub(super) struct Weaver {
     text: Vec<u8>,
     holes: Vec<(usize, Spliced)>,
+    pins: Vec<Arc<Pin>>,
 }
 
 impl Weaver {
@@ -71,10 +74,19 @@ impl Weaver {
         let inside = rope.holes.iter().filter(|(at, _)| (from..to).contains(at));
         self.holes.extend(inside.map(|(at, s)| (at - from + shift, s.clone())));
         self.text.extend_from_slice(&rope.text[from..to]);
+        for pin in &rope.pins {
+            if !self.pins.iter().any(|p| Arc::ptr_eq(p, pin)) {
+                self.pins.push(Arc::clone(pin));
+            }
+        }
+    }
+
+    pub(super) fn pins(&mut self, pins: Vec<Arc<Pin>>) {
+        self.pins.extend(pins);
     }
 
     pub(super) fn finish(self) -> Rope {
-        Rope { text: Bytes::from(self.text), holes: self.holes }
+        Rope { text: Bytes::from(self.text), holes: self.holes, pins: self.pins }
     }
 }
 
@@ -93,6 +105,7 @@ pub(super) struct Unwind {
     /// Bytes at the beginning of `tile` that are still to be encoded.
     carried: usize,
     left: u64,
+    pins: Vec<Arc<Pin>>,
 }
 
 impl Unwind {
@@ -100,7 +113,7 @@ impl Unwind {
         let left = rope.len();
         let mut holes = rope.holes.into_iter();
         let next = holes.next();
-        Self { text: rope.text, holes, next, left, ..Self::default() }
+        Self { text: rope.text, holes, next, left, pins: rope.pins, ..Self::default() }
     }
 
     /// Bytes that are still to come.
@@ -110,6 +123,14 @@ impl Unwind {
 
     /// The next chunk, not empty.
     pub(super) fn chunk(&mut self) -> Option<Bytes> {
+        let chunk = self.cut();
+        if self.left == 0 {
+            self.pins.drain(..).for_each(|pin| pin.keep());
+        }
+        chunk
+    }
+
+    fn cut(&mut self) -> Option<Bytes> {
         loop {
             if let Some(text) = self.head.next().or_else(|| self.encode()) {
                 self.left -= text.len() as u64;

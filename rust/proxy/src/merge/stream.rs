@@ -16,7 +16,7 @@ use r3router_core::wire::Route;
 
 use super::intake::{Fed, Intake, Payload};
 use super::json::{Waiting, begin_payload};
-use super::prefill::{PrefillPart, settle};
+use super::prefill::{PrefillPart, far, pull, settle};
 use super::read::poll_next;
 use super::rope::{Rope, Unwind, Weaver};
 use super::weave::{self, Reply, weave};
@@ -39,6 +39,8 @@ impl Event {
     }
 }
 
+type Pulling = Pin<Box<dyn Future<Output = Result<Event, Error>> + Send>>;
+
 /// Decode's events with prefill's part merged in; a body without a length. An error after the start is one event
 /// `data: {"error": ...}` and the end; the body itself never fails.
 pub struct MergedStream<B, F> {
@@ -56,6 +58,8 @@ pub struct MergedStream<B, F> {
     opened: Option<Name>,
     /// An event that waits for prefill's part.
     waiting: Option<Event>,
+    /// An event whose rows are being pulled from the engine's host.
+    pulling: Option<Pulling>,
     /// An event with a payload that waits for the one behind it, which may count the tokens.
     held: Option<Event>,
     out: VecDeque<Unwind>,
@@ -96,6 +100,7 @@ where
         input: Bytes::new(),
         opened: None,
         waiting: None,
+        pulling: None,
         held: None,
         out: VecDeque::new(),
         account: Account::default(),
@@ -120,7 +125,7 @@ where
 {
     fn fail(&mut self, e: Error) {
         self.held = None;
-        self.send(Rope { text: error_event(&e), holes: Vec::new() });
+        self.send(Rope { text: error_event(&e), ..Rope::default() });
         self.error = Some(e);
         self.ended = true;
     }
@@ -238,7 +243,7 @@ where
         } else if !json.is_empty() {
             self.flush(None)?;
         }
-        self.send(Rope { text: event.text, holes: Vec::new() });
+        self.send(Rope { text: event.text, ..Rope::default() });
         Ok(())
     }
 
@@ -294,7 +299,7 @@ where
         }
         let merged = weave(&self.plan, &reply, prefill, context, account, &self.arena)?;
         self.echoed |= outline.elements.iter().any(|e| e.choices.iter().any(|c| !c.logprobs.is_empty()));
-        let whole = Rope { text: event.text.clone(), holes: Vec::new() };
+        let whole = Rope { text: event.text.clone(), ..Rope::default() };
         let mut out = Weaver::default();
         out.slice(&whole, 0, event.json.start);
         out.slice(&merged, 0, merged.text.len());
@@ -396,6 +401,11 @@ where
             self.intake.begin(name, begin, None);
             self.opened = None;
         }
+        if let Some(pulling) = &mut self.pulling {
+            let event = ready!(pulling.as_mut().poll(cx));
+            self.pulling = None;
+            self.waiting = Some(event?);
+        }
         if let Some(event) = self.waiting.take() {
             if prefill.is_pending() {
                 self.waiting = Some(event);
@@ -410,7 +420,15 @@ where
             }
         }
         if self.take_in()? {
-            let event = self.take_event();
+            let mut event = self.take_event();
+            if far(&event.payloads, &self.plan) {
+                let (plan, arena) = (self.plan.clone(), self.arena.clone());
+                self.pulling = Some(Box::pin(async move {
+                    pull(&mut event.payloads, &plan, Source::Decode, &arena).await?;
+                    Ok(event)
+                }));
+                return Poll::Ready(Ok(()));
+            }
             if self.waits(&event) && prefill.is_pending() {
                 self.waiting = Some(event);
                 return Poll::Pending;

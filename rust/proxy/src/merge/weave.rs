@@ -1,4 +1,6 @@
 //! One JSON value of decode's with prefill's part woven in. Bytes that are not merged stay as they are.
+use std::sync::Arc;
+
 use r3router_core::error::{Error, Kind, Source};
 use r3router_core::r3::Name;
 use r3router_core::r3::outline::{Element, Member, Meta, Outline, elements};
@@ -10,7 +12,7 @@ use super::prefill::PrefillPart;
 use super::resolve::{Outcome, Sequence, resolve};
 use super::rope::{Rope, Spliced, Weaver};
 use super::{Account, Plan};
-use crate::store::Arena;
+use crate::store::{Arena, Pin};
 
 /// A change of decode's text: `[cut.start, cut.end)` goes, `put` comes.
 struct Edit {
@@ -53,6 +55,7 @@ pub(super) fn weave(
     arena: &Arena,
 ) -> Result<Rope, Error> {
     let mut edits = Vec::new();
+    let mut pins = Vec::new();
     for (i, e) in reply.outline.elements.iter().enumerate() {
         account.prompt_tokens = e.prompt_tokens().or(account.prompt_tokens);
         account.completion_tokens = e.completion_tokens().or(account.completion_tokens);
@@ -68,7 +71,7 @@ pub(super) fn weave(
                 Name::IndexerTopk => plan.indexer_topk,
             };
             if wanted {
-                payloads(plan, reply, i, name, prefill, context, &mut edits, account, arena)?;
+                payloads(plan, reply, i, name, prefill, context, &mut edits, account, arena, &mut pins)?;
             }
         }
     }
@@ -89,6 +92,7 @@ pub(super) fn weave(
         }
     }
     out.text(&reply.text[at..]);
+    out.pins(pins);
     Ok(out.finish())
 }
 
@@ -103,6 +107,7 @@ fn payloads(
     edits: &mut Vec<Edit>,
     account: &mut Account,
     arena: &Arena,
+    pins: &mut Vec<Arc<Pin>>,
 ) -> Result<(), Error> {
     let e = &reply.outline.elements[i];
     let mut places: Vec<Place> = Place::all(e)
@@ -128,7 +133,7 @@ fn payloads(
         let prefill = prefill.and_then(|p| p.payload(i, place, name));
         account.r3_prefill += prefill.map_or(0, |p| p.text);
         account.r3_decode += decode.map_or(0, |p| p.text);
-        match resolve(plan, name, prefill, decode, seq, arena)? {
+        match resolve(plan, name, prefill, decode, seq, reply.text, arena)? {
             Outcome::Untouched => {}
             Outcome::Absent => edits.extend(member.zip(meta).map(|(m, meta)| remove(reply.text, m, meta))),
             Outcome::Rows(spliced, items) => {
@@ -137,8 +142,11 @@ fn payloads(
                 }
                 edits.push(put(e, place, name, member, decode.is_some(), spliced));
             }
-            Outcome::Reference(envelope, items) => {
-                account.row_items = Some(items);
+            Outcome::Reference(envelope, items, named) => {
+                if items > 0 {
+                    account.row_items = Some(items);
+                }
+                pins.extend(named);
                 edits.push(refer(e, place, member, envelope));
             }
         }

@@ -88,6 +88,20 @@ settings! {
         r3_arena_bytes: u64 = 8 << 30; unit(Unit::Bytes); range(1_048_576.0, f64::INFINITY),
         /// How payloads reach a client that does not say: inline in the reply, or as a reference.
         r3_transport: R3Transport = R3Transport::Inline,
+        /// Directory on tmpfs for payloads that clients hold references to. The router makes its own in it and removes it at its end.
+        r3_store_dir: String = "/dev/shm".to_owned(),
+        /// Directory for payloads that the arena has no room for. Left out, R3 requests wait until references are let go.
+        r3_spill_dir: Option<String> = None,
+        /// How long a referenced payload is kept for its client.
+        r3_ref_expiry_secs: Duration = Duration::from_secs(600); unit(Unit::Secs); range(0.01, DAY),
+        /// Address under which clients fetch references, `http://HOST:PORT`. Left out: the one that the client used for its request.
+        r3_public_url: Option<String> = None,
+        /// Layers of the model (all of them, dense ones too), for the shape in references. Left out, rows are one layer wide.
+        r3_layers: Option<u32> = None; range(1.0, 65_535.0),
+        /// Experts that each token is routed to, per layer.
+        r3_top_k: Option<u32> = None; range(1.0, 65_535.0),
+        /// Experts of the model: up to 256 make references uint8, up to 65,536 uint16. Left out, they are int32.
+        r3_experts: Option<u32> = None; range(1.0, 2e9),
         /// Ask decode engines for routing rows from near the prompt's end only, since prefill has the rest.
         start_len_rewrite: bool = true,
     }

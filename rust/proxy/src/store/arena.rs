@@ -74,6 +74,21 @@ impl Arena {
         }
     }
 
+    /// As [`Arena::charge`], for rows that move: `leaving` bytes that are charged now are given back in the same step, so they do not
+    /// stand in the way. The cap is passed by that much, for that long.
+    ///
+    /// # Errors
+    /// As [`Arena::charge`].
+    pub fn charge_moved(&self, bytes: u64, leaving: u64) -> Result<Charge, Error> {
+        let next = self.used().saturating_add(bytes).saturating_sub(leaving);
+        if next > self.inner.cap {
+            return Err(self.full(bytes, next));
+        }
+        self.inner.used.fetch_add(bytes, Ordering::Relaxed);
+        self.inner.peak.fetch_max(next, Ordering::Relaxed);
+        Ok(Charge { arena: self.clone(), bytes })
+    }
+
     fn full(&self, bytes: u64, next: u64) -> Error {
         let cap = self.inner.cap as f64;
         let e = Error::new(Kind::R3ArenaTooSmall, Source::Router, "the R3 arena is full")

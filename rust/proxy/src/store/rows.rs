@@ -104,6 +104,31 @@ impl Rows {
         Ok(())
     }
 
+    /// Appends numbers that are narrow already, for a wire of int32.
+    ///
+    /// # Errors
+    /// `R3ArenaTooSmall`.
+    pub fn push_narrow(&mut self, dtype: Dtype, mut bytes: &[u8]) -> Result<(), Error> {
+        let size = dtype.size();
+        self.width = self.width.max(dtype);
+        while bytes.len() >= size {
+            let room = match self.extents.last() {
+                Some(e) if e.held == self.width && e.room() > 0 => e.room(),
+                _ => self.grow()?,
+            };
+            let take = room.min(bytes.len() / size);
+            let Some(e) = self.extents.last_mut() else { return Ok(()) };
+            let held = e.held.size();
+            let dst = &mut e.memory.map[e.items * held..(e.items + take) * held];
+            dst[..take * size].copy_from_slice(&bytes[..take * size]);
+            narrow::widen(dst, take, dtype, e.held);
+            e.items += take;
+            self.items += take as u64;
+            bytes = &bytes[take * size..];
+        }
+        Ok(())
+    }
+
     fn grow(&mut self) -> Result<usize, Error> {
         let extent = self.arena.extent();
         let left = self.hint.saturating_sub(usize::try_from(self.items).unwrap_or(usize::MAX)) * self.width.size();
@@ -192,6 +217,50 @@ impl Reader {
     /// Bytes that are still to come.
     pub fn left(&self) -> u64 {
         self.left * self.rows.wire.size() as u64
+    }
+
+    /// As [`Reader::fill`], with every number as `dtype`, whatever the wire's is.
+    ///
+    /// # Errors
+    /// The first number (as its bits) that `dtype` does not hold.
+    pub fn fill_as(&mut self, dtype: Dtype, out: &mut [u8]) -> Result<usize, u32> {
+        let size = dtype.size();
+        let mut done = 0;
+        let mut wide = Vec::new();
+        while self.left > 0 && out.len() - done >= size {
+            let Some(e) = self.rows.extents.get(self.extent) else { break };
+            let here = e.items - self.at;
+            if here == 0 {
+                self.extent += 1;
+                self.at = 0;
+                continue;
+            }
+            let take = here.min((out.len() - done) / size).min(usize::try_from(self.left).unwrap_or(usize::MAX));
+            let src = e.bytes(self.at, take);
+            let dst = &mut out[done..done + take * size];
+            if e.held == dtype {
+                dst.copy_from_slice(src);
+            } else {
+                wide.resize(take * 4, 0);
+                narrow::to_i32(e.held, src, &mut wide);
+                let all = match dtype {
+                    Dtype::U8 => narrow::to_u8(&wide, dst),
+                    Dtype::U16 => narrow::to_u16(&wide, dst),
+                    Dtype::I32 => {
+                        dst.copy_from_slice(&wide);
+                        0
+                    }
+                };
+                if narrow::fit(all) > dtype {
+                    let numbers = wide.as_chunks::<4>().0.iter().map(|n| u32::from_le_bytes(*n));
+                    return Err(numbers.into_iter().find(|n| narrow::fit(*n) > dtype).unwrap_or(all));
+                }
+            }
+            self.at += take;
+            self.left -= take as u64;
+            done += take * size;
+        }
+        Ok(done)
     }
 
     /// Fills `out` with as many whole numbers as it has room for; the bytes written.

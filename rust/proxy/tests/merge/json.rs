@@ -314,7 +314,18 @@ async fn completions_with_echo_begin_with_the_prompts_logprobs() {
 }
 
 fn descriptor(uri: &str, pos: u32, rows: u32) -> Descriptor {
-    Descriptor { uri: uri.into(), offset: 100, pos, rows, dtype: Dtype::U8, layers: 2, top_k: 2, crc32: Some(9) }
+    Descriptor {
+        uri: uri.into(),
+        offset: 100,
+        pos,
+        rows,
+        dtype: Dtype::U8,
+        layers: 2,
+        top_k: 2,
+        crc32: Some(9),
+        path: None,
+        host: None,
+    }
 }
 
 #[tokio::test]

@@ -259,8 +259,19 @@ async fn events_go_out_before_prefills_reply_has_come() {
 #[tokio::test]
 async fn a_stream_ends_with_the_reference_when_the_rows_stay_on_the_engines() {
     let descriptor = |uri: &str, pos, rows| {
-        Descriptor { uri: uri.into(), offset: 0, pos, rows, dtype: Dtype::U8, layers: 2, top_k: 2, crc32: Some(9) }
-            .encode_base64()
+        Descriptor {
+            uri: uri.into(),
+            offset: 0,
+            pos,
+            rows,
+            dtype: Dtype::U8,
+            layers: 2,
+            top_k: 2,
+            crc32: Some(9),
+            path: None,
+            host: None,
+        }
+        .encode_base64()
     };
     for place in [Place::Meta, Place::ChatExt] {
         let case = Case { decode_start: 5, ..Case::new(place) };
