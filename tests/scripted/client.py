@@ -104,9 +104,12 @@ class Connection:
                     return
                 raise Closed(f"closed after {len(body.data)} body bytes ({body.framing} {body.length}): {bytes(body.data[-200:])!r}")
 
-    async def answer(self) -> Response:
-        """Reads a whole answer."""
+    async def answer(self, *, bodiless: bool = False) -> Response:
+        """Reads a whole answer; one to HEAD, and some statuses, have no body whatever their length says."""
         status, head = await self.head()
+        if bodiless or status in (204, 304):
+            self.used += 1
+            return Response(status, head, b"", None, "none")
         body = Body(*framing_of(head, response=True))
         async for _ in self.pieces(body):
             pass
@@ -180,7 +183,7 @@ class Client:
         connection = self._idle.pop() if self._idle else await self.connect()
         try:
             await connection.send(raw)
-            response = await connection.answer()
+            response = await connection.answer(bodiless=raw.startswith(b"HEAD "))
         except BaseException:
             connection.rst()
             raise

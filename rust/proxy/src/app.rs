@@ -113,7 +113,7 @@ impl App {
             metrics: Metrics::default(),
             arena,
             live: Live::default(),
-            rows: RowWidths::default(),
+            rows: RowWidths::new(settings.r3_layers.zip(settings.r3_top_k).and_then(|(l, k)| l.checked_mul(k))),
             slots: settings.max_concurrent_requests.0.map(|n| Arc::new(Semaphore::new(n as usize))),
             retries: RetryBudget::default(),
             drain: Drain::default(),

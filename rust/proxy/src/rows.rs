@@ -15,10 +15,17 @@ const NARROW: u64 = 2;
 /// See the module's text.
 #[derive(Debug, Default)]
 pub struct RowWidths {
+    /// Numbers in a row as set, for models that no reply has shown yet.
+    set: Option<u32>,
     by_model: RwLock<HashMap<String, u32>>,
 }
 
 impl RowWidths {
+    /// Nothing learned yet; `set` is what the settings say of every model.
+    pub fn new(set: Option<u32>) -> Self {
+        Self { set, ..Self::default() }
+    }
+
     /// Numbers in a row of `model`, when a reply has shown it.
     pub fn get(&self, model: &str) -> Option<u32> {
         self.by_model.read().get(model).copied()
@@ -47,7 +54,7 @@ impl RowWidths {
         decode_start: u32,
         kept: Option<u64>,
     ) -> R3Need {
-        let items = u64::from(self.get(model).unwrap_or(DEFAULT_ITEMS));
+        let items = u64::from(self.get(model).or(self.set).unwrap_or(DEFAULT_ITEMS));
         let rows = |from: u32, to: u32| u64::from(to.saturating_sub(from));
         let text = |rows: u64| (rows * items * 4).div_ceil(3) * 4;
         let output = prompt.max_new_tokens.unwrap_or(0);
