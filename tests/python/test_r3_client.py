@@ -26,8 +26,8 @@ def routers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         yield {"ref": ref, "inline": inline}
 
 
-def client(url: str) -> Client:
-    return Client(url, layers=LAYERS, top_k=TOP_K, retries=3)
+def client(url: str, transport: str = "ref") -> Client:
+    return Client(url, layers=LAYERS, top_k=TOP_K, retries=3, transport=transport)
 
 
 def body(tokens: int, new: int, **more: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def same(got: Reply, expected: Reply) -> None:
 
 @pytest.mark.parametrize(("tokens", "new"), [(300, 9), (5, 2), (40, 1), (1, 3)])
 async def test_rows_by_reference_are_the_in_line_rows(routers: dict[str, str], tokens: int, new: int) -> None:
-    async with client(routers["ref"]) as ref, client(routers["inline"]) as inline:
+    async with client(routers["ref"]) as ref, client(routers["inline"], "inline") as inline:
         got, expected = await ref.generate(body(tokens, new)), await inline.generate(body(tokens, new))
         assert got.routed_experts is not None and got.routed_experts.shape == (tokens + new - 1, LAYERS, TOP_K)
         same(got, expected)
@@ -55,14 +55,14 @@ async def test_rows_by_reference_are_the_in_line_rows(routers: dict[str, str], t
 
 @pytest.mark.parametrize("start", [0, 20, 40])
 async def test_a_start_cuts_the_same_rows(routers: dict[str, str], start: int) -> None:
-    async with client(routers["ref"]) as ref, client(routers["inline"]) as inline:
+    async with client(routers["ref"]) as ref, client(routers["inline"], "inline") as inline:
         asked = body(40, 5, routed_experts_start_len=start)
         same(await ref.generate(asked), await inline.generate(asked))
 
 
 async def test_a_batch_and_its_ranges(routers: dict[str, str]) -> None:
     asked = body(1, 4) | {"input_ids": [[1] * 10, [2] * 20, [3] * 30]}
-    async with client(routers["ref"]) as ref, client(routers["inline"]) as inline:
+    async with client(routers["ref"]) as ref, client(routers["inline"], "inline") as inline:
         got, expected = await ref.generate(asked, load=False), await inline.generate(asked)
         for ours, theirs in zip(got, expected, strict=True):
             assert theirs.routed_experts is not None
@@ -73,7 +73,7 @@ async def test_a_batch_and_its_ranges(routers: dict[str, str]) -> None:
 
 
 async def test_a_stream_ends_with_the_rows(routers: dict[str, str]) -> None:
-    async with client(routers["ref"]) as ref, client(routers["inline"]) as inline:
+    async with client(routers["ref"]) as ref, client(routers["inline"], "inline") as inline:
         got = [event async for event in ref.stream("/generate", body(30, 6))]
         expected = [event async for event in inline.stream("/generate", body(30, 6))]
         assert all(event.payload is None for event in got[:-1])
@@ -83,5 +83,26 @@ async def test_a_stream_ends_with_the_rows(routers: dict[str, str]) -> None:
 async def test_chat_choices_carry_their_rows(routers: dict[str, str]) -> None:
     asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "ignore_eos": True}
     asked |= {"model": "emulated-moe", "return_routed_experts": True, "return_meta_info": True}
-    async with client(routers["ref"]) as ref, client(routers["inline"]) as inline:
+    async with client(routers["ref"]) as ref, client(routers["inline"], "inline") as inline:
         same(await ref.chat(asked), await inline.chat(asked))
+
+
+async def test_either_kind_of_engine_gives_either_form(routers: dict[str, str]) -> None:
+    asked = body(300, 9)
+    async with (
+        client(routers["inline"], "inline") as plain,
+        client(routers["inline"]) as stored,
+        client(routers["ref"], "inline") as pulled,
+    ):
+        expected = (await plain.generate(asked)).routed_experts
+        by_reference = await stored.generate(asked)
+        assert next(iter(by_reference)).reference is not None
+        assert by_reference.routed_experts is not None and expected is not None
+        assert np.array_equal(by_reference.routed_experts.reshape(expected.shape), expected)
+        in_line = await pulled.generate(asked)
+        assert next(iter(in_line)).reference is None
+        assert in_line.routed_experts is not None
+        assert np.array_equal(in_line.routed_experts, expected)
+        chat = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "return_routed_experts": True}
+        streamed = [event async for event in pulled.stream("/v1/chat/completions", {**chat, "stream": True})]
+        assert streamed

@@ -84,11 +84,12 @@ async def test_rows_of_another_position_are_refused(router: ScriptedRouter, clie
         await client.generate()
 
 
-async def test_emulated_engines_serve_rows_without_a_header(router: ScriptedRouter, client: Client) -> None:
+async def test_an_offset_inside_of_the_header_is_an_error(router: ScriptedRouter, client: Client) -> None:
     rows = expert_rows(2, 80)
     segment = router.put("cc" * 16, rows) | {"offset": 0}
     router.script = [reply(70, 11, output_store_ref=envelope([segment], rows.shape))]
-    assert np.array_equal((await client.generate()).routed_experts, rows)
+    with pytest.raises(FormatError, match="inside the header"):
+        await client.generate()
 
 
 async def test_rows_on_this_host_are_mapped_and_outlive_their_release(router: ScriptedRouter, client: Client, store: StoreDir) -> None:

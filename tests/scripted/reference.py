@@ -19,6 +19,11 @@ MOST_JSON = 4096
 """A reply by reference is small however many rows it names."""
 
 
+def file_bytes(path: str) -> bytes:
+    """An object's whole file."""
+    return Path(path).read_bytes()
+
+
 class RefClient(Client):
     """Every POST carries `x-r3-transport: ref`; references in its reply are resolved."""
 
@@ -71,7 +76,7 @@ class RefClient(Client):
             assert got.header("x-r3-pos") == str(segment["pos"])
             assert zlib.crc32(got.body) == segment["crc32"] == int(got.header("x-r3-crc32") or -1)
             if "path" in segment:
-                whole = Path(segment["path"]).read_bytes()
+                whole = file_bytes(segment["path"])
                 assert whole[:8] == b"R3STORE1" and segment["offset"] == HEADER
                 assert whole[segment["offset"] :] == got.body, "the file and the fetch differ"
             parts.append(np.frombuffer(got.body, DTYPES[segment["dtype"]]).astype(np.int32).tobytes())

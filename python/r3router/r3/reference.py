@@ -38,9 +38,7 @@ class Segment:
 
     def skip_bytes(self) -> int:
         """Bytes of the object's rows before this segment."""
-        # Offsets are those of files, which begin with a header. Emulated engines serve rows alone: theirs begin at 0.
-        if self.path is None and (self.offset < HEADER_BYTES or self.uri.startswith("r3://")):
-            return self.offset
+        # Offsets are those of files, which begin with a header; what is served begins with the first row.
         if self.offset < HEADER_BYTES:
             raise FormatError(f"{self.uri}: offset {self.offset} lies inside the header")
         return self.offset - HEADER_BYTES

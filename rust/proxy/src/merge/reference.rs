@@ -175,10 +175,12 @@ pub(super) fn refer(
     } else {
         Legs { item: 1, prefill_len: p.items(), decode_len: d.as_ref().map_or(0, Leg::items), ..legs(1) }
     };
-    for payload in [Some(prefill), decode].into_iter().flatten().filter(|p| !matches!(p.held, Held::Elsewhere(_))) {
+    for (payload, source) in [(Some(prefill), Source::Prefill), (decode, Source::Decode)] {
+        let Some(payload) = payload.filter(|p| !matches!(p.held, Held::Elsewhere(_))) else { continue };
         if !payload.len.is_multiple_of(payload.wire.size() as u64) {
-            let message = format!("{} has bytes that are no whole number", name.key());
-            return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message)));
+            let leg = if source == Source::Prefill { "prefill" } else { "decode" };
+            let message = format!("{leg}'s {} has bytes that are no whole number", name.key());
+            return Err(at(plan, Error::new(Kind::R3Mismatch, source, message)));
         }
     }
     let cut = cut(&legs).map_err(|e| at(plan, e))?;
