@@ -62,7 +62,7 @@ test: build ## All tests, no GPU: cargo (SEEDS simulated fleets) and pytest.
 	$(call say,Testing the Rust crates ($(SEEDS) simulated fleets))
 	cargo test --workspace --profile fast --quiet
 	$(call say,Testing from Python)
-	"$(BIN)/python" -m pytest --quiet
+	"$(BIN)/python" -m pytest --quiet -n 2 --dist worksteal
 
 .PHONY: test-sglang
 test-sglang: build ## Tests against real SGLang engines on the CPU; builds their environment (about 5 GB) when it is missing.
