@@ -86,9 +86,10 @@ lint: build ## Formatting, clippy, rustdoc, ruff, mypy, stubs.
 	@echo "lint: clean"
 
 .PHONY: bench
-bench: build ## Core and end-to-end benchmarks, ours and sglang-router in turn.
+bench: build ## Core and end-to-end benchmarks, ours and sglang-router in turn; writes benches/results/bench.md.
 	-@$(MAKE) --no-print-directory peer-sglang-router
 	$(call say,Benchmarks: the core and end to end)
+	cargo bench --no-run --quiet --profile fast -p r3router-core --bench admission
 	R3ROUTER_PEERS="$(PEERS)" "$(BIN)/python" benches/run.py --write
 
 .PHONY: docs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,9 +28,16 @@ class Backends:
 
     @contextlib.contextmanager
     def run(
-        self, *, prompt_tokens: int, output_tokens: int, row_ids: int, hold_seconds: float = 0.0, honours_start_len: bool = False
+        self,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        row_ids: int,
+        hold_seconds: float = 0.0,
+        honours_start_len: bool = False,
+        prefill_holds: bool = False,
     ) -> Iterator[None]:
-        """Serves replies of the given sizes; decode answers after `hold_seconds`."""
+        """Serves replies of the given sizes; decode, or prefill with `prefill_holds`, answers after `hold_seconds`."""
         common = {
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
@@ -38,13 +46,40 @@ class Backends:
         }
         plans = [
             common | {"role": "regular", "port": self.regular},
-            common | {"role": "prefill", "port": self.prefill, "bootstrap_port": self.bootstrap},
-            common | {"role": "decode", "port": self.decode, "hold_seconds": hold_seconds},
+            common
+            | {"role": "prefill", "port": self.prefill, "bootstrap_port": self.bootstrap, "hold_seconds": hold_seconds * prefill_holds},
+            common | {"role": "decode", "port": self.decode, "hold_seconds": hold_seconds * (not prefill_holds)},
         ]
         code = "import sys, r3router._core as core; core.bench_backend(sys.argv[1])"
         command = [r3router_python(), "-u", "-c", code, json.dumps(plans)]
         with started(command, LOGS / "backend.log", wait_line=b"ready"):
             yield
+
+
+@dataclass
+class Fast:
+    """Emulated engines in their fast mode, all in one process of their own: a pair, or one unsplit engine."""
+
+    pd: bool
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[Backends]:
+        """Plays the fleet; gives the ports of its engines."""
+        counts = (1, 1, 0) if self.pd else (0, 0, 1)
+        roles = zip(("prefill", "decode", "regular"), counts, strict=True)
+        numbers = [word for role, count in roles for word in (f"--{role}", str(count))]
+        command = [r3router_python(), "-u", "-m", "r3router", "emulate", "--fast", "--threads", "1", *numbers, "--port", "0"]
+        with started(command, LOGS / "emulator.log", wait_line=b"r3router serve") as fleet:
+            text = fleet.log.read_text()
+            ports = {role: int(port) for role, port in re.findall(r"^(\w+) +http://[\d.]+:(\d+)", text, re.MULTILINE)}
+            bootstrap = re.search(r"bootstrap port (\d+)", text)
+            unused = 0
+            yield Backends(
+                regular=ports.get("regular", unused),
+                prefill=ports.get("prefill", unused),
+                bootstrap=int(bootstrap[1]) if bootstrap else unused,
+                decode=ports.get("decode", unused),
+            )
 
 
 def load(address: str, body: dict[str, Any], *, connections: int, seconds: float, requests: int = 0, rate: float = 0.0) -> dict[str, Any]:
@@ -88,6 +123,14 @@ def names() -> list[str]:
     return ["r3router"] + (["sglang-router"] if peer_python("sglang-router") else [])
 
 
+def command_of(name: str, port: int, metrics: int) -> list[str]:
+    """What starts a router without engines."""
+    module = {"r3router": ["-m", "r3router", "serve"], "sglang-router": ["-m", "sglang_router.launch_router"]}[name]
+    python = r3router_python() if name == "r3router" else peer_python(name)
+    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
+    return [str(python), *module, *where, "--log-level", "warn"]
+
+
 @contextlib.contextmanager
 def router(name: str, backends: Backends, *, pd: bool, extra: tuple[str, ...] = ()) -> Iterator[tuple[str, Measured]]:
     """Starts a router in front of the backends; yields its address once it passes requests on."""
@@ -96,25 +139,7 @@ def router(name: str, backends: Backends, *, pd: bool, extra: tuple[str, ...] = 
         code = "import sys, r3router._core as core; core.bench_relay(int(sys.argv[1]), sys.argv[2], sys.argv[3])"
         command = [r3router_python(), "-u", "-c", code, str(port), f"127.0.0.1:{backends.prefill}", f"127.0.0.1:{backends.decode}"]
     else:
-        module = {"r3router": ["-m", "r3router", "serve"], "sglang-router": ["-m", "sglang_router.launch_router"]}[name]
-        python = r3router_python() if name == "r3router" else peer_python(name)
-        command = [
-            str(python),
-            *module,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--prometheus-host",
-            "127.0.0.1",
-            "--prometheus-port",
-            str(metrics),
-            "--log-level",
-            "warn",
-            "--policy",
-            "round_robin",
-            "--disable-retries",
-        ]
+        command = [*command_of(name, port, metrics), "--policy", "round_robin", "--disable-retries"]
         if pd:
             command += [
                 "--pd-disaggregation",

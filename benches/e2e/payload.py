@@ -10,6 +10,7 @@ from .fleet import Backends, load, names, router
 from .processes import Measured
 
 LAYERS, TOP_K = 40, 8
+MERGED = "r3router in-line, both legs full"
 ROW_IDS = LAYERS * TOP_K
 TEXT_BYTES_PER_ROW = ROW_IDS * 4 * 4 / 3
 
@@ -32,10 +33,11 @@ def request(prompt_tokens: int, output_tokens: int, **more: Any) -> dict[str, An
 def measure(text_mb: float, concurrency: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
     """One row per target and concurrency; both legs send `text_mb` MB of R3 text."""
     prompt, output = rows_of(text_mb), 8
+    junk = ("--no-start-len-rewrite",)
     cases: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [
         ("relay, unmerged", "relay", (), {}),
-        ("r3router in-line, both legs full", "r3router", ("--no-start-len-rewrite",), {}),
-        ("r3router in-line, both legs full + logprobs", "r3router", ("--no-start-len-rewrite",), {"return_logprob": True}),
+        (MERGED, "r3router", junk, {}),
+        (MERGED + " + logprobs", "r3router", junk, {"return_logprob": True}),
     ]
     if "sglang-router" in names():
         cases += [
@@ -46,14 +48,32 @@ def measure(text_mb: float, concurrency: tuple[int, ...], repeats: int) -> list[
     backends = Backends()
     with backends.run(prompt_tokens=prompt, output_tokens=output, row_ids=ROW_IDS):
         for label, name, extra, more in cases:
-            with router(name, backends, pd=True, extra=extra) as (address, process):
-                body = request(prompt, output, **more)
-                for count in concurrency:
-                    table.append({"case": label, "concurrent": count} | one(address, process, body, count, repeats))
+            table += case(backends, label, name, extra, request(prompt, output, **more), concurrency, repeats)
+    backends = Backends()
+    with backends.run(prompt_tokens=prompt, output_tokens=output, row_ids=ROW_IDS, honours_start_len=True):
+        label = "r3router as it comes: decode asked for its own rows"
+        table += case(backends, label, "r3router", (), request(prompt, output), concurrency, repeats)
     relay_cpu = {row["concurrent"]: row["CPU s/reply"] for row in table if row["case"].startswith("relay")}
     for row in table:
         row["CPU / relay"] = round(row["CPU s/reply"] / relay_cpu[row["concurrent"]], 2)
+        # Prefill's rows wait in the arena, a byte an id.
+        arena = prompt * ROW_IDS / 1e6 if row["case"].startswith("r3router") else 0.0
+        row["beyond arena MB/reply"] = round(row["peak RSS over idle MB"] / row["concurrent"] - arena, 1)
     return table
+
+
+def case(
+    backends: Backends,
+    label: str,
+    name: str,
+    extra: tuple[str, ...],
+    body: dict[str, Any],
+    concurrency: tuple[int, ...],
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """One router, at every concurrency."""
+    with router(name, backends, pd=True, extra=extra) as (address, process):
+        return [{"case": label, "concurrent": count} | one(address, process, body, count, repeats) for count in concurrency]
 
 
 def one(address: str, process: Measured, body: dict[str, Any], count: int, repeats: int) -> dict[str, Any]:
@@ -63,7 +83,8 @@ def one(address: str, process: Measured, body: dict[str, Any], count: int, repea
     idle = process.memory_mb("VmRSS")
     cpu, wall, size = [], [], 0
     process.reset_peak()
-    for _ in range(repeats):
+    # Eight at once are a sample of their own: one wave.
+    for _ in range(repeats if count == 1 else 1):
         before = process.cpu_seconds()
         report = load(address, body, connections=count, seconds=120, requests=count)
         cpu.append((process.cpu_seconds() - before) / count)
@@ -74,6 +95,5 @@ def one(address: str, process: Measured, body: dict[str, Any], count: int, repea
         "reply MB": round(size / 1e6, 1),
         "CPU s/reply": round(statistics.median(cpu), 3),
         "wall s": round(statistics.median(wall), 2),
-        "peak RSS over idle MB": round(peak - idle),
-        "per reply MB": round((peak - idle) / count, 1),
+        "peak RSS over idle MB": round(peak - idle, 1),
     }

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from .fleet import Backends, load, names, router
+from .fleet import Fast, load, names, router
 
 BODY = {"input_ids": list(range(100, 164)), "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
 CONNECTIONS = 32
@@ -33,6 +33,8 @@ class Row:
             "req/s": round(median(self.per_second)),
             "req/s per router core": round(median(self.per_core)) if self.per_core else None,
             "router CPU us/req": round(1e6 / median(self.per_core), 1) if self.per_core else None,
+            "p50 us": round(median(self.p50_us)),
+            "p99 us": round(median(self.p99_us)),
             "added p50 us": round(median(self.p50_us) - median(straight.p50_us)),
             "added p99 us": round(median(self.p99_us) - median(straight.p99_us)),
         }
@@ -41,9 +43,8 @@ class Row:
 def measure(rounds: int, seconds: float) -> list[dict[str, Any]]:
     """Straight, r3router and the peers in turn, `rounds` times, each `seconds` of closed loop and of fixed rate."""
     table: list[dict[str, Any]] = []
-    backends = Backends()
-    with backends.run(prompt_tokens=64, output_tokens=8, row_ids=0):
-        for mode in ("regular", "pd"):
+    for mode in ("regular", "pd"):
+        with Fast(mode == "pd").run() as backends:
             rows = {name: Row(mode, name) for name in ["straight", *names()]}
             for _ in range(rounds):
                 straight = f"127.0.0.1:{backends.decode if mode == 'pd' else backends.regular}"

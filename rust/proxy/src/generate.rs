@@ -85,7 +85,7 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
             Err(refusal) => Err(refusal),
         };
     }
-    fanout::serve_all(&shared, count).await
+    Box::pin(fanout::serve_all(&shared, count)).await
 }
 
 /// Makes the client's reply of an answer.

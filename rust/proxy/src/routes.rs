@@ -30,7 +30,8 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>) -> Reply {
     let mut reply = match (engine_route(path), request.method()) {
         (Some(route), &Method::POST) => engine(&app, route, request).await,
         (Some(_), method) => error_reply(&wrong_method(method, path, "POST")),
-        _ => match other(&app, request).await {
+        // Apart, so that the future of a connection has no room for what few requests need.
+        _ => match Box::pin(other(&app, request)).await {
             Ok(reply) => reply,
             Err(error) => error_reply(&error),
         },

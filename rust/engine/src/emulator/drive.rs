@@ -94,16 +94,21 @@ impl Drive {
         }
     }
 
+    /// Runs everything that is due, and moves the model's clock to now.
+    fn advance(&self, state: &mut State) {
+        let now = self.pace.fleet(self.start.elapsed());
+        let mut effects = std::mem::take(&mut state.effects);
+        state.fleet.advance(now, &mut effects);
+        state.deliver(&mut effects, now);
+        state.effects = effects;
+    }
+
     /// Keeps the model's timers; ends only when the task is dropped.
     pub(crate) async fn run(self: Arc<Self>) {
         loop {
             let next = {
                 let mut state = self.state.lock();
-                let now = self.pace.fleet(self.start.elapsed());
-                let mut effects = std::mem::take(&mut state.effects);
-                state.fleet.advance(now, &mut effects);
-                state.deliver(&mut effects, now);
-                state.effects = effects;
+                self.advance(&mut state);
                 state.armed = state.fleet.next_timer().unwrap_or(Moment::NEVER);
                 state.armed
             };
@@ -129,9 +134,12 @@ impl Drive {
         self.pace.fleet(self.start.elapsed())
     }
 
-    /// The published load of an engine's ranks.
+    /// The published load of an engine's ranks. Nothing moves the model's clock while no event comes, and the report of an engine that
+    /// sits idle is as fresh as that of one that works.
     pub(crate) fn loads(&self, engine: EngineId) -> Vec<RankLoad> {
-        self.state.lock().fleet.loads(engine)
+        let mut state = self.state.lock();
+        self.advance(&mut state);
+        state.fleet.loads(engine)
     }
 
     /// The load as `/metrics` gives it.

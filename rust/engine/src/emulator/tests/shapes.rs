@@ -334,3 +334,15 @@ async fn fast_mode_answers_every_route_at_once() {
         assert_eq!(lab.get(engine, "/server_info").await.status, 200);
     }
 }
+
+#[tokio::test]
+async fn an_idle_engine_reports_its_load_as_of_now() {
+    let lab = Lab::start(&EmulateOptions { fast: true, ..Lab::options() });
+    let stamp = async || {
+        lab.get(0, "/v1/loads").await.json()["loads"][0]["timestamp"].as_f64().expect("a rank's own timestamp")
+    };
+    let before = stamp().await;
+    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    let passed = stamp().await - before;
+    assert!(passed >= 0.1, "the report's own time moved by {passed} s in 0.1 s");
+}
