@@ -88,7 +88,7 @@ def admission(quick: bool) -> str:
 
 def small_bodies(quick: bool) -> str:
     """Throughput and latency."""
-    rows = small.measure(*((1, 1.0) if quick else (3, 3.0)))
+    rows = small.measure(*((1, 1.0) if quick else (3, 2.0)))
     of = {(row["mode"], row["router"]): row for row in rows}
     ours = of["pd", "r3router"]
     return page(

@@ -99,7 +99,7 @@ def load(address: str, body: dict[str, Any], *, connections: int, seconds: float
         input=json.dumps(plan).encode(),
         capture_output=True,
         check=True,
-        timeout=seconds + 120,
+        timeout=seconds + 30,
         env=processes.environment(),
     )
     report: dict[str, Any] = json.loads(done.stdout)
