@@ -37,7 +37,7 @@ class Backends:
         honours_start_len: bool = False,
         prefill_holds: bool = False,
     ) -> Iterator[None]:
-        """Serves replies of the given sizes; decode, or prefill with `prefill_holds`, answers after `hold_seconds`."""
+        """Serves replies of the given sizes; decode, and prefill with `prefill_holds`, answers after `hold_seconds`."""
         common = {
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
@@ -48,7 +48,7 @@ class Backends:
             common | {"role": "regular", "port": self.regular},
             common
             | {"role": "prefill", "port": self.prefill, "bootstrap_port": self.bootstrap, "hold_seconds": hold_seconds * prefill_holds},
-            common | {"role": "decode", "port": self.decode, "hold_seconds": hold_seconds * (not prefill_holds)},
+            common | {"role": "decode", "port": self.decode, "hold_seconds": hold_seconds},
         ]
         code = "import sys, r3router._core as core; core.bench_backend(sys.argv[1])"
         command = [r3router_python(), "-u", "-c", code, json.dumps(plans)]
@@ -152,8 +152,12 @@ def router(name: str, backends: Backends, *, pd: bool, extra: tuple[str, ...] = 
         else:
             command += ["--worker-urls", f"http://127.0.0.1:{backends.regular}"]
         command += extra if name == "r3router" else ()
+    address = f"127.0.0.1:{port}"
     with started(command, LOGS / f"{name}.log") as measured:
-        probe = b'{"input_ids":[1],"sampling_params":{"max_new_tokens":1}}'
-        address = f"127.0.0.1:{port}"
-        wait_until(lambda: answers(f"http://{address}/generate", probe), f"{name} to pass a request on", measured)
+        if name == "r3router":
+            # Decode may be told to hold its replies for long.
+            wait_until(lambda: answers(f"http://{address}/readiness"), f"{name} to be ready", measured)
+        else:
+            probe = b'{"input_ids":[1],"sampling_params":{"max_new_tokens":1}}'
+            wait_until(lambda: answers(f"http://{address}/generate", probe), f"{name} to pass a request on", measured)
         yield address, measured

@@ -56,7 +56,7 @@ def queued(count: int) -> dict[str, Any]:
     body = json.dumps(BODY, separators=(",", ":")).encode()
     head = f"POST /generate HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     with (
-        backends.run(prompt_tokens=64, output_tokens=8, row_ids=0, hold_seconds=2.0, prefill_holds=True),
+        backends.run(prompt_tokens=64, output_tokens=8, row_ids=0, hold_seconds=3.0, prefill_holds=True),
         router("r3router", backends, pd=True, extra=("--window", "1")) as (address, process),
     ):
         host, _, port = address.partition(":")

@@ -2,6 +2,7 @@
 //!
 //! The proxy holds one [`Admission`] behind a mutex; the simulator holds one in virtual time. Both drive it by the same calls:
 //! `submit` / `cancel` for requests, `report` for engines' loads, `poll` for decisions, `delivered` / `finish` for attempts.
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -305,6 +306,8 @@ pub struct Admission {
     arena_reserved: u64,
     /// Bytes of the arena that finished requests still hold, for clients with a reference.
     arena_kept: u64,
+    /// Per role, the rank in which a request fitted last.
+    fits_at: [Cell<usize>; 3],
     /// Requests that were overtaken too often, and what is kept for them.
     holds: Vec<Hold>,
     paused_since: Option<Moment>,
@@ -358,6 +361,7 @@ impl Admission {
             counters: Counters::default(),
             arena_reserved: 0,
             arena_kept: 0,
+            fits_at: Default::default(),
             holds: Vec::new(),
             paused_since: None,
             paused_total: 0,

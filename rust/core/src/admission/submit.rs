@@ -77,6 +77,12 @@ impl Admission {
             if !self.config.enabled {
                 continue;
             }
+            let likely = self.fleet.ranks.get(self.fits_at[role as usize].get());
+            let likely = likely.filter(|rank| rank.live && rank.role == role);
+            let likely = likely.and_then(|rank| self.fleet.workers.get(rank.worker as usize)?.as_ref());
+            if likely.is_some_and(|worker| worker.breaker.opens_at().is_none_or(|at| now >= at)) {
+                continue;
+            }
             let mut soonest: Option<Moment> = None;
             let mut all_open = true;
             for worker in self.fleet.of_role(role) {
@@ -130,7 +136,12 @@ impl Admission {
         let sides: &[Role] = if pd { &[Role::Decode, Role::Prefill] } else { &[Role::Regular] };
         for &role in sides {
             let (mut fits, mut best) = (false, None);
-            for rank in self.fleet.ranks.iter().filter(|r| r.live && r.role == role) {
+            // The rank that fitted last is looked at first: a pass over all ranks would cost more than the decision itself.
+            let hint = &self.fits_at[role as usize];
+            let likely = self.fleet.ranks.get(hint.get()).map(|rank| (hint.get(), rank));
+            for (slot, rank) in
+                likely.into_iter().chain(self.fleet.ranks.iter().enumerate()).filter(|(_, r)| r.live && r.role == role)
+            {
                 let (ok, needs, limit) = match role {
                     Role::Prefill => (
                         rank.capacity.fits_prompt(request.prompt_tokens),
@@ -145,6 +156,7 @@ impl Admission {
                 };
                 if ok {
                     fits = true;
+                    hint.set(slot);
                     break;
                 }
                 if best.is_none_or(|(_, l)| limit > l) {
