@@ -89,12 +89,21 @@ impl Rank {
             let sent = (self.ledger.own().open - own_then).max(0) + self.ledger.leaked().open;
             mamba = mamba.min(i64::from(free) / c.mamba_per_request - sent);
         }
+        let mut kv = if held.open == 0 { less(c.kv_pool, held.kv) } else { less(c.kv_limit, held.kv) };
+        if self.role == Role::Decode
+            && held.open > 0
+            && let Some(used) = self.ledger.kv_in_use()
+        {
+            // What is used, and the room that decode keeps free for each request that it has (engine-protocol 3.1): answers
+            // that outgrow what was reserved for them close the rank before the engine does.
+            kv = kv.min(less(c.kv_limit, used + c.reserved_decode * held.open));
+        }
         Free {
             rows: less(c.rows, held.open),
             metadata: less(c.metadata, held.transfer),
             mamba,
             window: less(self.window.size(), held.transfer),
-            kv: if held.open == 0 { less(c.kv_pool, held.kv) } else { less(c.kv_limit, held.kv) },
+            kv,
         }
     }
 

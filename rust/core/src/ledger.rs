@@ -84,6 +84,8 @@ pub struct Ledger {
     known_since: Moment,
     /// Own requests when the last report was measured.
     own_then: Option<i64>,
+    /// KV tokens that the last report counted, less those of own prompts when it was measured.
+    beyond_prompts: Option<i64>,
 }
 
 impl Ledger {
@@ -101,6 +103,7 @@ impl Ledger {
             self.history.clear();
             self.foreign = Holding::default();
             self.recent = [Holding::default(); FOREIGN_MEMORY];
+            self.beyond_prompts = None;
         }
         self.recording = recording;
     }
@@ -174,6 +177,7 @@ impl Ledger {
         }
         let own = self.own_at(at);
         self.own_then = Some(own.open);
+        self.beyond_prompts = counted.kv.map(|used| used - own.prompt);
         while self.history.front().is_some_and(|c| c.at < at) {
             self.history.pop_front();
         }
@@ -206,6 +210,13 @@ impl Ledger {
     /// The router's own requests when the last report was measured.
     pub fn own_at_report(&self) -> Option<i64> {
         self.own_then
+    }
+
+    /// KV tokens in use now, as far as the last report tells: what it counted, and the prompts that were sent since, less those
+    /// that ended. `None` when no report said. Growth that was reserved and not used is not in it; growth that was used is,
+    /// beyond what was reserved.
+    pub fn kv_in_use(&self) -> Option<i64> {
+        self.beyond_prompts.map(|beyond| (beyond + self.own.prompt + self.leaked.kv).max(0))
     }
 
     /// Load of others.
@@ -316,6 +327,22 @@ mod tests {
         assert_eq!(l.occupied().kv, 1000);
         l.reconcile(counted(1, 0, 1500), at(3));
         assert_eq!(l.occupied().kv, 1500, "growth beyond the reserve counts");
+    }
+
+    #[test]
+    fn kv_in_use_is_what_was_reported_and_the_prompts_since() {
+        let held = |prompt| Holding { open: 1, transfer: 0, kv: prompt + 4096, prompt, uncached: 0 };
+        let mut l = Ledger::new(true);
+        assert_eq!(l.kv_in_use(), None);
+        l.reserve(held(600), at(1));
+        l.reconcile(counted(1, 0, 20_600), at(2));
+        assert_eq!(l.kv_in_use(), Some(20_600), "it grew far beyond its reserve");
+        l.reserve(held(300), at(3));
+        assert_eq!(l.kv_in_use(), Some(20_900));
+        l.release(held(600), at(4));
+        assert_eq!(l.kv_in_use(), Some(20_300), "what it grew is known to be free when a report says so");
+        l.reconcile(counted(1, 0, 320), at(5));
+        assert_eq!(l.kv_in_use(), Some(320));
     }
 
     #[test]

@@ -223,6 +223,42 @@ fn state_slots_bound_and_an_error_lowers_the_bound() {
     assert_eq!(lab.poll(1.0).len(), 4);
 }
 
+/// The engine keeps 512 tokens free for each request that it has; a router that counts what it reserved would send on.
+#[test]
+fn answers_that_outgrow_their_reserve_close_the_rank_before_the_engine_does() {
+    let facts = EngineFacts { max_total_tokens: Some(20_000), reports_load: true, ..Default::default() };
+    let config = AdmissionConfig { kv_margin: 0.0, ..Default::default() };
+    let (mut lab, _, d) = Lab::pd(config, 1, 1, facts);
+    let report = |lab: &mut Lab, running: u32, used: u64, secs: f64| {
+        let r = RankReport {
+            measured_at: t(secs),
+            running: Some(running),
+            waiting_total: Some(0),
+            transfer: Some(0),
+            used_tokens: Some(used),
+            ..Default::default()
+        };
+        lab.a.report(d, &[r], t(secs));
+    };
+    report(&mut lab, 0, 0, 0.0);
+    // Each needs 1,512 and reserves as much.
+    for _ in 0..6 {
+        lab.submit(ask(1000), 0.0);
+    }
+    let bound = lab.poll(0.0);
+    assert_eq!(bound.len(), 6);
+    for b in &bound {
+        lab.a.delivered(&b.permit, t(0.1));
+    }
+    lab.submit(ask(1000), 0.2);
+    // 6 x 512 are kept free: 15,416 + 3,072 + 1,512 are the pool.
+    report(&mut lab, 6, 15_417, 0.2);
+    assert_eq!(lab.poll(0.2).len(), 0);
+    assert_eq!(lab.a.snapshot(t(0.2)).ranks.iter().find(|r| r.role == "decode").unwrap().kv_free, 1511);
+    report(&mut lab, 6, 15_416, 0.3);
+    assert_eq!(lab.poll(0.3).len(), 1);
+}
+
 /// KVX-2.
 #[test]
 fn a_slot_that_leaked_stays_off_the_budget_until_a_report_shows_it_free() {
