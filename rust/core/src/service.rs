@@ -74,7 +74,9 @@ impl Service {
             // One in service, whatever its size: one more is the ready one.
             return in_time;
         }
-        let room = self.limit(chunk) - queued;
+        // A request counts with all of its tokens until it is delivered. The one in service is being computed, and its last
+        // chunk leaves a batch short for the next to fill: it does not count, or requests of more than a batch would leave gaps.
+        let room = self.limit(chunk) - (queued - queued / open);
         // Whatever is left takes one more request of up to a chunk, or batches would start short by half a request; room for
         // a whole batch takes a request of any size.
         (if room >= chunk {
@@ -98,9 +100,12 @@ mod tests {
         assert_eq!(s.credit(0, 0, 8192, 75.0), i64::MAX);
         assert_eq!(s.credit(1, 57_000, 8192, 75.0), i64::MAX);
         assert_eq!(s.credit(2, 24_576, 8192, 75.0), i64::MAX);
+        // One of 20,000 is being computed, and the other leaves room for a batch.
+        assert_eq!(s.credit(2, 40_000, 8192, 75.0), i64::MAX);
+        assert_eq!(s.credit(3, 60_000, 8192, 75.0), 32_768 - 40_000);
         // Less than a batch is left: a request of up to a batch, once more.
-        assert_eq!(s.credit(5, 32_767, 8192, 75.0), 8192);
-        assert_eq!(s.credit(5, 32_768, 8192, 75.0), 0);
+        assert_eq!(s.credit(5, 40_950, 8192, 75.0), 8192);
+        assert_eq!(s.credit(5, 40_960, 8192, 75.0), 0);
     }
 
     #[test]

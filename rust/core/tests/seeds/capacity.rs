@@ -189,7 +189,7 @@ impl Book {
     }
 
     /// Four batches' worth of uncached tokens (one in service, one done and not confirmed, one ready, one on its way), beside
-    /// what is on its way in or out. Only prompts without a prefix are known to be uncached. A batch may be one request of any size.
+    /// what is on its way in or out and the request that is being computed, which is at most the largest. Only prompts without a prefix are known to be uncached. A batch may be one request of any size.
     pub(crate) fn check_prefill(&self, place: Place, newest: usize, on_the_way: u64, now: Ns) -> Result<(), Violation> {
         let Some(chunk) = self.workers[place.0].facts.chunked_prefill_size else { return Ok(()) };
         let since = match &self.rank(place).report {
@@ -201,8 +201,9 @@ impl Book {
                 let open = a.delivered.is_none() && a.prefill_released().is_none();
                 a.prefill == Some(place) && a.no_prefix && a.bound >= since && open
             });
-        let (count, queued) = before.fold((0, 0), |(count, tokens), a| (count + 1, tokens + a.prompt));
-        if count > 1 && queued > 4 * u64::from(chunk) + on_the_way {
+        let (count, queued, largest) =
+            before.fold((0, 0, 0), |(count, tokens, largest), a| (count + 1, tokens + a.prompt, a.prompt.max(largest)));
+        if count > 1 && queued - largest > 4 * u64::from(chunk) + on_the_way {
             let at = format!("{}@{}", self.workers[place.0].url, place.1);
             return broken(
                 "prefill",
