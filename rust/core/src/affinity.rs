@@ -5,11 +5,13 @@
 //! access. Entries name ranks by slot; a slot is reused only after a sweep has taken its entries out.
 pub use crate::wire::BLOCK_TOKENS;
 
-/// Ranks that one entry can name: enough to spread a hot prefix, few enough for one word.
-pub const REPLICAS: usize = 3;
+/// Ranks that one entry can name: enough to spread a hot prefix, few enough for two words. With three of them, a prefix that
+/// more than half of the requests share fed three of eight prefill ranks, and the others computed it again and again.
+pub const REPLICAS: usize = 7;
 const WAYS: usize = 4;
-/// Hash and value.
-const ENTRY_BYTES: usize = 16;
+/// Words of an entry: the hash, and the ranks with the entry's age.
+const WORDS: usize = 3;
+const ENTRY_BYTES: usize = 8 * WORDS;
 /// Lines that one insert sweeps while a sweep is due.
 const SWEEP_LINES: usize = 64;
 
@@ -33,6 +35,11 @@ impl Match {
         self.slots().any(|s| s == slot)
     }
 
+    /// Whether both name the same ranks.
+    pub fn same_ranks(&self, other: &Self) -> bool {
+        self.slots == other.slots
+    }
+
     /// Whether no rank has any block.
     pub fn is_empty(&self) -> bool {
         self.blocks == 0 || self.slots.iter().all(|&s| s == 0)
@@ -42,7 +49,7 @@ impl Match {
 /// See the module's text.
 #[derive(Debug, Default)]
 pub struct Affinity {
-    /// Pairs of (hash, three slots + 1 and a 16-bit age). Hash 0 is an empty entry.
+    /// Entries of a hash, seven slots + 1 and a 16-bit age. Hash 0 is an empty entry.
     table: Vec<u64>,
     lines: usize,
     /// Inserts and hits, for ages.
@@ -63,7 +70,7 @@ impl Affinity {
         let lines = if lines == 0 { 0 } else { 1 << lines.ilog2() };
         let entries = (lines * WAYS).max(1);
         Self {
-            table: vec![0; lines * WAYS * 2],
+            table: vec![0; lines * WAYS * WORDS],
             lines,
             age_shift: entries.ilog2().saturating_sub(12),
             ..Self::default()
@@ -88,13 +95,13 @@ impl Affinity {
         if self.lines == 0 || hash == 0 {
             return None;
         }
-        let start = self.line(hash) * WAYS * 2;
+        let start = self.line(hash) * WAYS * WORDS;
         let age = self.age();
-        let line = &mut self.table[start..start + WAYS * 2];
-        for way in line.chunks_exact_mut(2) {
+        let line = &mut self.table[start..start + WAYS * WORDS];
+        for way in line.chunks_exact_mut(WORDS) {
             if way[0] == hash {
-                let slots = unpack(way[1]).0;
-                way[1] = pack(slots, age);
+                let slots = unpack(way).0;
+                pack(way, slots, age);
                 return Some(slots);
             }
         }
@@ -145,29 +152,32 @@ impl Affinity {
         }
         self.ticks += 1;
         let age = self.age();
-        let start = self.line(hash) * WAYS * 2;
-        let line = &mut self.table[start..start + WAYS * 2];
+        let start = self.line(hash) * WAYS * WORDS;
+        let line = &mut self.table[start..start + WAYS * WORDS];
         let mut victim = 0;
         let mut oldest = 0;
-        for (i, way) in line.chunks_exact_mut(2).enumerate() {
+        for (i, way) in line.chunks_exact_mut(WORDS).enumerate() {
             if way[0] == hash {
-                let mut slots = unpack(way[1]).0;
+                let mut slots = unpack(way).0;
                 if !slots.contains(&name) {
                     // The newest replica comes first, the oldest falls off.
                     slots.rotate_right(1);
                     slots[0] = name;
                 }
-                way[1] = pack(slots, age);
+                pack(way, slots, age);
                 return;
             }
-            let since = if way[0] == 0 { u32::MAX } else { u32::from(age.wrapping_sub(unpack(way[1]).1)) };
+            let since = if way[0] == 0 { u32::MAX } else { u32::from(age.wrapping_sub(unpack(way).1)) };
             if since >= oldest {
                 oldest = since;
                 victim = i;
             }
         }
-        line[2 * victim] = hash;
-        line[2 * victim + 1] = pack([name, 0, 0], age);
+        let mut slots = [0; REPLICAS];
+        slots[0] = name;
+        let way = &mut line[WORDS * victim..WORDS * (victim + 1)];
+        way[0] = hash;
+        pack(way, slots, age);
     }
 
     /// Starts to take out every entry of a removed rank. The slot may be reused once [`Affinity::swept`] no longer holds it.
@@ -193,17 +203,16 @@ impl Affinity {
             return;
         }
         let end = (self.sweep_at + lines).min(self.lines);
-        for way in self.table[self.sweep_at * WAYS * 2..end * WAYS * 2].chunks_exact_mut(2) {
+        for way in self.table[self.sweep_at * WAYS * WORDS..end * WAYS * WORDS].chunks_exact_mut(WORDS) {
             if way[0] == 0 {
                 continue;
             }
-            let (slots, age) = unpack(way[1]);
+            let (slots, age) = unpack(way);
             let left = slots.map(|s| if s != 0 && self.removed.contains(&(u32::from(s) - 1)) { 0 } else { s });
             if left == [0; REPLICAS] {
-                way[0] = 0;
-                way[1] = 0;
+                way.fill(0);
             } else if left != slots {
-                way[1] = pack(left, age);
+                pack(way, left, age);
             }
         }
         self.sweep_at = end;
@@ -216,16 +225,19 @@ impl Affinity {
 
     /// Entries in use. Counts; for tests and the live view.
     pub fn entries(&self) -> usize {
-        self.table.chunks_exact(2).filter(|e| e[0] != 0).count()
+        self.table.chunks_exact(WORDS).filter(|e| e[0] != 0).count()
     }
 }
 
-fn pack(slots: [u16; REPLICAS], age: u16) -> u64 {
-    u64::from(slots[0]) | u64::from(slots[1]) << 16 | u64::from(slots[2]) << 32 | u64::from(age) << 48
+fn pack(way: &mut [u64], slots: [u16; REPLICAS], age: u16) {
+    let word = |four: [u16; 4]| four.iter().rev().fold(0, |word, &part| word << 16 | u64::from(part));
+    way[1] = word([slots[0], slots[1], slots[2], slots[3]]);
+    way[2] = word([slots[4], slots[5], slots[6], age]);
 }
 
-fn unpack(value: u64) -> ([u16; REPLICAS], u16) {
-    ([value as u16, (value >> 16) as u16, (value >> 32) as u16], (value >> 48) as u16)
+fn unpack(way: &[u64]) -> ([u16; REPLICAS], u16) {
+    let part = |at: usize| (way[1 + at / 4] >> (16 * (at % 4))) as u16;
+    (std::array::from_fn(part), part(REPLICAS))
 }
 
 #[cfg(test)]
@@ -252,15 +264,15 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_may_be_on_three_ranks_and_the_newest_stay() {
+    fn a_prefix_may_be_on_seven_ranks_and_the_newest_stay() {
         let mut a = Affinity::new(1 << 20);
         let prompt = chain(1, 4);
-        for slot in 0..4 {
+        for slot in 0..8 {
             a.insert(&prompt, 0, slot);
         }
         let mut slots: Vec<u32> = a.longest(&prompt, |_| true).slots().collect();
         slots.sort_unstable();
-        assert_eq!(slots, [1, 2, 3]);
+        assert_eq!(slots, [1, 2, 3, 4, 5, 6, 7]);
     }
 
     #[test]

@@ -3,9 +3,11 @@
 //! Decode: the rank with the most headroom that can hold the request. Prefill: the rank that has the prompt's prefix, while
 //! it has credit; else, the least loaded rank, when computing the prefix again there costs less than waiting for the one that
 //! has it, or when ranks stood idle for as long as that costs ([`Need::idle_tokens`]; the ski-rental rule, which is never
-//! worse than twice the best choice in hindsight). So one hot prefix spreads, and sessions stay where they are.
+//! worse than twice the best choice in hindsight), or when a rank runs dry while more work waits for each rank that has the
+//! prefix than computing it again is ([`Need::behind`]): then it is needed there for longer than it takes to compute. So one
+//! hot prefix spreads, and sessions stay where they are.
 use crate::admission::Request;
-use crate::affinity::{BLOCK_TOKENS, Match};
+use crate::affinity::{BLOCK_TOKENS, Match, REPLICAS};
 use crate::capacity::CLIP_MAX_NEW_TOKENS;
 use crate::fleet::{Fleet, takes};
 use crate::health::Cooldowns;
@@ -33,6 +35,8 @@ pub(crate) struct Need<'a> {
     pub(crate) max_new: u32,
     /// Uncached tokens that idle prefill ranks could have computed while requests waited for ranks with their prefix.
     pub(crate) idle_tokens: f64,
+    /// Other requests that are known to wait for the ranks with its prefix.
+    pub(crate) behind: u32,
     /// The request may use these ranks, and need not stay with its prefix.
     pub(crate) kept: Option<Kept>,
     pub(crate) now: Moment,
@@ -175,7 +179,9 @@ fn front(fleet: &Fleet, need: &Need<'_>) -> Result<Front, Reason> {
             takes(rank.closed) && rank.closed != Reason::Held && !(avoid && avoided(need, rank.id))
         })
         .map(|s| least(s).0)
-        .min();
+        .fold(None, |all: Option<(i64, i64)>, queued| {
+            Some(all.map_or((queued, 1), |(least, ranks)| (least.min(queued), ranks + 1)))
+        });
     let Some(slot) = tree.best(prompt, |s| fits(s as u32)) else {
         return Err(match waiting_for {
             Some(_) if tree.any() => Reason::Affinity,
@@ -183,12 +189,17 @@ fn front(fleet: &Fleet, need: &Need<'_>) -> Result<Front, Reason> {
         });
     };
     let slot = slot as u32;
-    let Some(queued) = waiting_for else {
+    let Some((queued, ranks)) = waiting_for else {
         return Ok(Front { slot, uncached: prompt, known: 0, again: 0 });
     };
-    let elsewhere = fleet.ranks[slot as usize].queued_tokens() + prompt;
+    let other = &fleet.ranks[slot as usize];
+    let elsewhere = other.queued_tokens() + prompt;
     let again = matched;
-    if elsewhere <= queued + own || need.idle_tokens >= again as f64 {
+    // A rank beyond those that can be named would be forgotten, and compute it for nothing.
+    let needed = other.queued_tokens() < other.capacity.chunk
+        && ranks < REPLICAS as i64
+        && own.saturating_mul(i64::from(need.behind)) / ranks >= again;
+    if elsewhere <= queued + own || needed || need.idle_tokens >= again as f64 {
         return Ok(Front { slot, uncached: prompt, known: 0, again });
     }
     Err(Reason::Affinity)

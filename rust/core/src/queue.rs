@@ -42,6 +42,7 @@ struct Key {
     name: u64,
     head: u32,
     tail: u32,
+    len: u32,
     /// Ring neighbours.
     previous: u32,
     next: u32,
@@ -119,6 +120,12 @@ impl Queue {
         self.by_name.len()
     }
 
+    /// Waiting requests of an entry's key, itself among them; 1 for a retry.
+    pub fn of_key(&self, index: u32) -> u32 {
+        let key = self.entry(index).map_or(RETRIES, |e| e.key);
+        if key == RETRIES { 1 } else { self.keys[key as usize].len }
+    }
+
     /// Body bytes that wait.
     pub fn bytes(&self) -> u64 {
         self.bytes
@@ -183,6 +190,9 @@ impl Queue {
             self.entries[tail as usize].next = index;
         }
         *self.ends_mut(key).1 = index;
+        if key != RETRIES {
+            self.keys[key as usize].len += 1;
+        }
         self.heap.push(Due { at: due, entry: index });
         self.sift_up(self.heap.len() - 1);
         index
@@ -208,6 +218,7 @@ impl Queue {
             self.entries[next as usize].previous = previous;
         }
         if key != RETRIES {
+            self.keys[key as usize].len -= 1;
             if self.keys[key as usize].resume == index {
                 self.keys[key as usize].resume = next;
             }
@@ -238,7 +249,7 @@ impl Queue {
         if let Some(&key) = self.by_name.get(&name) {
             return key;
         }
-        let fresh = Key { name, head: NIL, tail: NIL, previous: NIL, next: NIL, pass: 0, resume: NIL };
+        let fresh = Key { name, head: NIL, tail: NIL, len: 0, previous: NIL, next: NIL, pass: 0, resume: NIL };
         let key = if let Some(key) = self.free_keys.pop() {
             self.keys[key as usize] = fresh;
             key

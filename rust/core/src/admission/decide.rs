@@ -12,6 +12,8 @@ use crate::topology::Role;
 const MISFITS: usize = 64;
 /// Requests of one key in a row that do not fit and that one pass looks at, when there are other keys.
 const DEPTH: u32 = 4;
+/// Sets of ranks with a prefix whose waiting requests one pass counts.
+const PREFIXES: usize = 8;
 /// How often windows, rates and breakers are looked at.
 pub(super) const TICK: Duration = Duration::from_millis(20);
 
@@ -143,6 +145,7 @@ impl Admission {
         self.fleet.improved = false;
         self.cut_short = false;
         self.prefix_waits = false;
+        self.prefix_waits_for.clear();
         self.skips.clear();
         self.try_holds(now, out);
         let mut cursor = self.queue.begin();
@@ -216,11 +219,18 @@ impl Admission {
                 self.affinity.longest(&entry.request.prefix, |s| fleet.ranks.get(s as usize).is_some_and(|r| r.live));
             entry.found_at = now;
         }
+        let (found, keyed) = (entry.found, entry.request.key != 0);
+        // Requests of one key have their prefix in common; without a key, what this pass has met counts.
+        let of_key = if keyed { self.queue.of_key(index) - 1 } else { 0 };
+        let met = self.prefix_waits_for.iter().find(|(ranks, _)| ranks.same_ranks(&found)).map_or(0, |(_, n)| *n);
+        let behind = of_key.max(met);
+        let Some(entry) = self.queue.entry(index) else { return Err(Reason::Cancelled) };
         let need = Need {
             request: &entry.request,
             found: entry.found,
             max_new: entry.request.max_new_tokens.unwrap_or(self.config.default_max_new_tokens),
             idle_tokens: self.idle_tokens,
+            behind,
             kept,
             now,
         };
@@ -235,10 +245,23 @@ impl Admission {
         }
         self.blocked = reason;
         self.counters.add(reason);
-        self.prefix_waits |= reason == Reason::Affinity;
+        if reason == Reason::Affinity {
+            self.waits_for_prefix(index);
+        }
         let Some(entry) = self.queue.entry_mut(index) else { return true };
         entry.held = reason;
         entry.overtaken < self.config.max_overtakes || self.hold(index, reason, now)
+    }
+
+    /// An entry waits for the ranks that have its prefix.
+    fn waits_for_prefix(&mut self, index: u32) {
+        self.prefix_waits = true;
+        let Some(found) = self.queue.entry(index).map(|entry| entry.found) else { return };
+        if let Some((_, count)) = self.prefix_waits_for.iter_mut().find(|(ranks, _)| ranks.same_ranks(&found)) {
+            *count += 1;
+        } else if self.prefix_waits_for.len() < PREFIXES {
+            self.prefix_waits_for.push((found, 1));
+        }
     }
 
     /// A request goes before those that were skipped in this pass.

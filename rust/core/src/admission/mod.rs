@@ -6,7 +6,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::affinity::Affinity;
+use crate::affinity::{Affinity, Match};
 use crate::error::Error;
 use crate::fleet::Fleet;
 use crate::health::{Cooldowns, RetryBudget};
@@ -331,6 +331,8 @@ pub struct Admission {
     flow_limited: bool,
     /// Requests wait for prefill ranks that have their prefix.
     prefix_waits: bool,
+    /// How many the running pass has met, by the ranks that they wait for; a buffer that is kept.
+    prefix_waits_for: Vec<(Match, u32)>,
     /// Tokens that idle prefill ranks could have computed meanwhile.
     idle_tokens: f64,
 }
@@ -375,6 +377,7 @@ impl Admission {
             blocked: Reason::Queued,
             flow_limited: true,
             prefix_waits: false,
+            prefix_waits_for: Vec::new(),
             idle_tokens: 0.0,
             config,
         }

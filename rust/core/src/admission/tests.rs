@@ -601,7 +601,8 @@ fn a_hot_prefix_spreads_to_idle_ranks_and_a_balanced_one_stays() {
     lab.submit(Request { prefix: prefix.clone(), ..ask(200 * 256 + 3000) }, 0.0);
     let warm = lab.poll(0.0).pop().unwrap();
     lab.done(warm, 1.0);
-    // 40 at once: the rank takes what it may, the others would have to compute 51,200 tokens again.
+    // 40 at once: the rank takes what it may. What waits is more than computing 51,200 tokens again, so one more rank has it;
+    // half of that is less.
     for _ in 0..40 {
         lab.submit(Request { prefix: prefix.clone(), ..ask(200 * 256 + 3000) }, 1.0);
     }
