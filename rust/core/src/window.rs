@@ -10,8 +10,9 @@ use crate::admission::WindowMode;
 use crate::estimate::{Quantiles, Rate};
 use crate::time::Moment;
 
-/// Window of a rank that nothing is known of.
-const FIRST: f64 = 4.0;
+/// Window of a rank that nothing is known of. What prefill's credit lets through bounds the transfers of a cold fleet before
+/// this does (see `service`), so that a smaller one only makes it take more doublings, of one tau each, until decode is fed.
+const FIRST: f64 = 16.0;
 /// The quantile of bind-to-delivery times that counts as unqueued. The median: what waits at prefill is bounded by its
 /// credit, so that the times do not grow with the load, and batches spread them (one of two in the middle of its batch).
 const LOW: f64 = 0.5;
@@ -49,6 +50,8 @@ pub struct Window {
     /// Start-up size; doubles while it is reached.
     size: f64,
     reached: bool,
+    /// Times tau since it was last reached.
+    unreached: f64,
     starting: bool,
     grown_at: Moment,
     /// Additive-increase bound after a failure.
@@ -72,6 +75,7 @@ impl Window {
             deliveries: 0,
             size: FIRST,
             reached: false,
+            unreached: 0.0,
             starting: true,
             grown_at: now,
             cap: f64::INFINITY,
@@ -130,8 +134,11 @@ impl Window {
             (WindowMode::Computed, Some(share), Some(tau)) => {
                 let absorbed = self.completions.get().unwrap_or(0.0) * tau + supply.free_slots.max(0.0);
                 let littles = littles(absorbed.min(share * tau));
-                // Little's law takes over once it asks for less than start-up allows.
-                self.starting &= self.deliveries < ENOUGH_DELIVERIES || littles > self.size;
+                // Little's law takes over once it asks for less than start-up allows, and something else was what limited for a
+                // tau. While it is the window that limits, the measured rate is that of one or two doublings ago, and the law
+                // would hold the fleet to what start-up let through: then it has to ask for less than a quarter.
+                let asks_less = littles <= self.size / 4.0 || (self.unreached >= 1.0 && littles <= self.size);
+                self.starting &= self.deliveries < ENOUGH_DELIVERIES || !asks_less;
                 if self.starting { self.start(elapsed) } else { littles }
             }
             (WindowMode::Computed, ..) => self.start(elapsed),
@@ -145,6 +152,7 @@ impl Window {
 
     /// Start-up: doubles per tau while the window is what limits.
     fn start(&mut self, taus: f64) -> f64 {
+        self.unreached = if self.reached { 0.0 } else { self.unreached + taus };
         if self.reached && self.deliveries > 0 {
             self.size = (self.size * taus.min(30.0).exp2()).min(1e6);
         }
@@ -206,5 +214,59 @@ impl Flow {
     /// Unqueued bind-to-delivery time of the fleet, seconds.
     pub fn tau(&self) -> Option<f64> {
         self.times.quantile(LOW)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn t(secs: f64) -> Moment {
+        Moment::from_secs_f64(secs)
+    }
+
+    /// Ticks a window through `secs` of a fleet whose transfers take one second; `reached` says whether all of it is in flight.
+    fn play(w: &mut Window, from: f64, secs: f64, share: f64, reached: bool) {
+        for tick in 1..=(secs / 0.02) as usize {
+            if reached {
+                w.was_reached();
+            }
+            let supply = Supply { share: Some(share), tau: Some(1.0), free_slots: 1e3 };
+            w.update(t(from + tick as f64 * 0.02), WindowMode::Computed, supply);
+        }
+    }
+
+    fn with_deliveries() -> Window {
+        let mut w = Window::new(t(0.0), WindowMode::Computed);
+        for _ in 0..8 {
+            w.delivered(1.0);
+        }
+        w
+    }
+
+    #[test]
+    fn a_rate_that_the_window_itself_holds_down_does_not_end_the_start_up() {
+        let mut w = with_deliveries();
+        // The rate of half the window: what was measured before the last doubling. Little's law alone would ask for 14.
+        play(&mut w, 0.0, 1.0, 8.0, true);
+        assert!((31..=34).contains(&w.size()), "{}", w.size());
+        play(&mut w, 1.0, 1.0, 16.0, true);
+        assert!((62..=68).contains(&w.size()), "{}", w.size());
+    }
+
+    #[test]
+    fn littles_law_takes_over_when_something_else_has_limited_for_a_tau() {
+        let mut w = with_deliveries();
+        play(&mut w, 0.0, 0.9, 8.0, false);
+        assert_eq!(w.size(), 16);
+        play(&mut w, 0.9, 0.2, 8.0, false);
+        assert_eq!(w.size(), littles(8.0) as i64);
+    }
+
+    #[test]
+    fn growing_without_more_deliveries_ends_the_start_up() {
+        let mut w = with_deliveries();
+        play(&mut w, 0.0, 10.0, 8.0, true);
+        assert_eq!(w.size(), littles(8.0) as i64, "x = 8 asks for 14, less than a quarter of 64");
     }
 }
