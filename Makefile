@@ -92,6 +92,11 @@ bench: build ## Core and end-to-end benchmarks, ours and sglang-router in turn; 
 	cargo bench --no-run --quiet --profile fast -p r3router-core --bench admission
 	R3ROUTER_PEERS="$(PEERS)" "$(BIN)/python" benches/run.py --write
 
+.PHONY: bench-window
+bench-window: build ## Hold the computed window to its targets over the scenarios; writes benches/results/window.md.
+	$(call say,Sweeping the scenarios in virtual time)
+	"$(BIN)/python" -m r3router simulate --sweep tests/sim/scenarios --write benches/results/window.md
+
 .PHONY: docs
 docs: build ## Write the pages that are made from the code (settings, errors).
 	$(call say,Writing the reference pages)

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,21 @@ def row(report: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def run_sweep(folder: Path, write: Path | None) -> None:
+    """Prints a folder's table, writes it to `write`, and exits with 1 when a target is missed."""
+    command = f"python -m r3router simulate --sweep {folder}" + (f" --write {write}" if write is not None else "")
+    date = datetime.now(timezone.utc).date().isoformat()
+    swept = json.loads(core.sweep(folder, date, command, lambda line: click.echo(line, err=True)))
+    if write is None:
+        click.echo(swept["page"])
+    else:
+        write.parent.mkdir(parents=True, exist_ok=True)
+        write.write_text(swept["page"])
+    if swept["missed"]:
+        click.echo(f"{len(swept['missed'])} scenarios miss a target", err=True)
+        sys.exit(1)
+
+
 @click.command(short_help="Run scenarios in virtual time with the real admission.")
 @click.argument("scenarios", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="SCENARIO.toml...")
 @click.option("--json", "as_json", is_flag=True, help="Print each report whole, as JSON.")
@@ -42,7 +58,7 @@ def row(report: dict[str, Any]) -> tuple[str, ...]:
     "--sweep",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     metavar="FOLDER",
-    help="Compare the computed window with fixed ones and with none, over a folder of scenarios.",
+    help="Hold the computed window to its targets over a folder of scenarios: against fixed windows and none. Exit code 1: a miss.",
 )
 @click.option(
     "--write", type=click.Path(path_type=Path, dir_okay=False), metavar="PAGE.md", help="With --sweep: write the table there too."
@@ -57,7 +73,7 @@ def command(scenarios: tuple[Path, ...], as_json: bool, sweep: Path | None, writ
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         if sweep is not None:
-            click.echo(core.sweep(sweep, write))
+            run_sweep(sweep, write)
             return
         reports = [core.simulate(path) for path in scenarios]
     except core.SettingsError as error:

@@ -1,7 +1,8 @@
 //! Fleets in virtual time: the engine model, the real admission core and a client in one event loop, without a clock.
 //! Minutes of fleet time take seconds, and a seed gives the same run every time.
 //!
-//! `run` plays one scenario; `sweep` compares the computed window with fixed ones and with none, over a folder of them.
+//! `run` plays one scenario; `compare` plays many with the computed window, with fixed ones and with none; `missed` says which
+//! targets a row misses, and `sweep` writes a folder's table.
 mod attempt;
 mod bodies;
 mod lengths;
@@ -9,6 +10,8 @@ mod plain;
 mod report;
 mod scenario;
 mod sweep;
+mod table;
+mod targets;
 #[cfg(test)]
 mod tests;
 mod workload;
@@ -24,7 +27,9 @@ pub use scenario::{
     AllocationSpec, Baseline, Class, FaultKind, FaultSpec, FleetSpec, Placement, RouterSpec, Scenario, ScenarioError,
     SideSpec, VersionSpec, Window, Workload,
 };
-pub use sweep::{Row, STATIC, compare, scenarios, sweep};
+pub use sweep::{Row, STATIC, compare, scenarios};
+pub use table::{Sweep, sweep};
+pub use targets::{OF_BEST_STATIC, OF_UNBOUNDED, OF_UNBOUNDED_UNDER_SKEW, missed};
 
 use crate::model::Finish;
 

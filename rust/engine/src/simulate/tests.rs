@@ -37,6 +37,37 @@ fn the_incident_happens_behind_a_plain_router() {
 }
 
 #[test]
+fn the_computed_window_meets_its_targets() {
+    // All scenarios and all windows: `make bench-window`.
+    let names = ["skew_55", "overload_10x", "incident", "mamba_6"];
+    let read = |name: &str| Scenario::read(&folder().join(name).with_extension("toml")).unwrap();
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let rows = compare(&names.map(read), &[4, 8, 16, 32, 96], threads, |_| {});
+    assert_eq!(rows.iter().map(|r| r.computed.scenario.as_str()).collect::<Vec<_>>(), names);
+    for row in rows {
+        assert_eq!(missed(&row), Vec::<String>::new(), "{}: {:?}", row.computed.scenario, row.computed);
+    }
+}
+
+#[test]
+fn a_missed_target_is_named() {
+    let scenario = Scenario::read(&folder().join("dp_1.toml")).unwrap();
+    let report = Report { window: Some(Window::Static(3)), ..run(&Scenario { limit_s: 30.0, ..scenario }) };
+    assert!(report.cut_off, "{report:?}");
+    let faster = Report { rollouts_per_s: report.rollouts_per_s * 1.02, ..report.clone() };
+    let row = Row { computed: report.clone(), fixed: vec![report.clone(), faster.clone()], unbounded: report };
+    let misses = missed(&row).join("; ");
+    assert!(misses.contains("cut off") && misses.contains("0.9804 of the best static window"), "{misses}");
+    let over = Report { cut_off: false, engine_timeouts: 2, over_reservations: 1, failed: 3, ..faster };
+    let row = Row { computed: over.clone(), fixed: Vec::new(), unbounded: over };
+    let misses = missed(&row).join("; ");
+    for text in ["3 requests failed", "2 engine timeouts", "1 reservations above capacity"] {
+        assert!(misses.contains(text), "{text}: {misses}");
+    }
+    assert!(!misses.contains("static") && !misses.contains("unbounded"), "{misses}");
+}
+
+#[test]
 fn a_seed_gives_the_same_run_and_another_seed_another() {
     let mut scenario = Scenario::read(&folder().join("dp_1.toml")).unwrap();
     scenario.router.admission = false;
