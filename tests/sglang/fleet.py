@@ -19,7 +19,7 @@ from typing import Any
 
 from . import environment
 
-START_SECONDS = 300
+START_SECONDS = 900
 LOGS = Path(os.environ.get("R3ROUTER_SGLANG_LOGS", "target/sglang-logs"))
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -219,6 +219,8 @@ def router(prefill: list[Process], decode: list[Process], *arguments: str, name:
         str(metrics),
         "--pd-disaggregation",
         "--log-json",
+        "--shutdown-grace-period-secs",
+        "1",
         *arguments,
     ]
     for engine_ in prefill:

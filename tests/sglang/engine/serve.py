@@ -16,6 +16,7 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import calm
 import cpu_kernels
 import nixl_dram
 import weights
@@ -23,6 +24,8 @@ import weights
 cpu_kernels.install()
 nixl_dram.install()
 weights.install()
+if "--dp-size" in sys.argv:
+    calm.install()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server
