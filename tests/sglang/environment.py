@@ -16,6 +16,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ENGINE = HERE / "engine"
 VERSION = os.environ.get("R3ROUTER_SGLANG_VERSION", "0.5.23")
+PREFILL_SENDS_ROWS = tuple(int(part) for part in VERSION.split(".")[:3]) >= (0, 5, 18)
+"""Prefill of 0.5.12.post1 and 0.5.17 returns no R3 at all; 0.5.23's does. Between them nothing was run."""
+NO_BUFFER = (f"--mamba-{'radix-cache' if PREFILL_SENDS_ROWS else 'scheduler'}-strategy", "no_buffer")
+"""State without extra buffers, by the release's name of the flag."""
+DEVICE = os.environ.get("R3ROUTER_SGLANG_DEVICE", "cpu")
+"""`cuda`: the engines run on a GPU, without any stand-in; their environment must be given."""
 TORCH = "torch==2.13.0"
 WITHOUT_DEPENDENCIES = {
     "0.5.23": (
@@ -57,12 +63,20 @@ def python() -> Path:
     return folder / "bin" / "python"
 
 
+def versions() -> dict[str, str]:
+    """Releases of the packages that matter, in the environment that runs the engines."""
+    names = ("sglang", "torch", "transformers", "nixl")
+    code = f"import importlib.metadata as m; print(*(m.version(name) for name in {names}))"
+    done = subprocess.run([str(python()), "-c", code], capture_output=True, text=True, check=True)
+    return dict(zip(names, done.stdout.split(), strict=True))
+
+
 def models() -> Path:
     """A folder with the tiny models `qwen3_5_moe` (hybrid) and `qwen3_moe`, made when missing."""
     given = os.environ.get("R3ROUTER_SGLANG_MODELS")
     folder = Path(given) if given else _folder().parent / "sglang-models"
     if not (folder / "qwen3_5_moe" / "config.json").exists():
-        _run([str(python()), str(ENGINE / "make_model.py"), str(folder)])
+        _run([str(python()), str(ENGINE / "make_model.py"), str(folder), *(["gpu"] if DEVICE == "cuda" else [])])
     return folder
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from .compare import same_generate, same_logprobs, same_rows
+from .compare import R3, same_generate, same_logprobs, same_rows
 from .fleet import Front, events, post
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5, 6]}
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "route me"}], "max_tokens": 5, "return_routed_experts": True, **GREEDY}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "route me"}], "max_tokens": 5, "return_routed_experts": R3, **GREEDY}
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -26,12 +26,17 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 def generate(length: int, new: int, **more: Any) -> dict[str, Any]:
     """A greedy R3 request."""
-    return {"input_ids": prompt(length), "sampling_params": {"max_new_tokens": new, **GREEDY}, "return_routed_experts": True, **more}
+    return {"input_ids": prompt(length), "sampling_params": {"max_new_tokens": new, **GREEDY}, "return_routed_experts": R3, **more}
 
 
 def completion(text: str, **more: Any) -> dict[str, Any]:
     """The same as a `/v1/completions` body."""
-    return {"model": "tiny", "prompt": text, "max_tokens": 4, "return_routed_experts": True, **GREEDY, **more}
+    return {"model": "tiny", "prompt": text, "max_tokens": 4, "return_routed_experts": R3, **GREEDY, **more}
+
+
+def in_sglext(reply: dict[str, Any]) -> str | None:
+    """The R3 text of a chat or completions reply or event."""
+    return (reply.get("sglext") or {}).get("routed_experts") or None
 
 
 class Equality:
@@ -92,13 +97,13 @@ class Equality:
         assert got["choices"][0]["message"] == expected["choices"][0]["message"]
         same_logprobs(got["choices"][0]["logprobs"]["content"], expected["choices"][0]["logprobs"]["content"])
         assert got["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
-        same_rows(got["sglext"]["routed_experts"], expected["sglext"]["routed_experts"])
+        same_rows(in_sglext(got), in_sglext(expected))
 
     @pytest.mark.parametrize("tokens", [1, 5])
     def test_chat_with_meta_info_carries_rows_in_the_choice(self, front: Front, tokens: int) -> None:
         got, expected = front.both("/v1/chat/completions", CHAT | {"return_meta_info": True, "max_tokens": tokens})
-        same_rows(got["choices"][0]["meta_info"]["routed_experts"], expected["choices"][0]["meta_info"]["routed_experts"])
-        assert not (got.get("sglext") or {}).get("routed_experts")
+        same_rows(got["choices"][0]["meta_info"].get("routed_experts"), expected["choices"][0]["meta_info"].get("routed_experts"))
+        assert in_sglext(got) is None
 
     def test_chat_samples_are_joined_as_choices(self, front: Front) -> None:
         body = CHAT | {"return_meta_info": True}
@@ -106,7 +111,7 @@ class Equality:
         assert [choice["index"] for choice in got["choices"]] == [0, 1]
         for choice in got["choices"]:
             assert choice["message"] == expected["choices"][0]["message"]
-            same_rows(choice["meta_info"]["routed_experts"], expected["choices"][0]["meta_info"]["routed_experts"])
+            same_rows(choice["meta_info"].get("routed_experts"), expected["choices"][0]["meta_info"].get("routed_experts"))
 
     @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
     def test_openai_streams_end_with_the_rows(self, front: Front, route: str) -> None:
@@ -114,10 +119,10 @@ class Equality:
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
         got, expected = events(front.url + route, body), events(front.unified.url + route, body)
 
-        def payload(stream: list[Any]) -> str:
-            found = [event["sglext"]["routed_experts"] for event in stream if (event.get("sglext") or {}).get("routed_experts")]
-            assert len(found) == 1
-            return str(found[0])
+        def payload(stream: list[Any]) -> str | None:
+            found = [rows for event in stream if (rows := in_sglext(event)) is not None]
+            assert len(found) == int(R3)
+            return found[0] if found else None
 
         same_rows(payload(got), payload(expected))
         assert got[-1]["usage"]["completion_tokens"] == expected[-1]["usage"]["completion_tokens"]
@@ -128,7 +133,7 @@ class Equality:
         left, right = got["choices"][0]["logprobs"], expected["choices"][0]["logprobs"]
         assert left["tokens"] == right["tokens"]
         same_logprobs(left["token_logprobs"], right["token_logprobs"])
-        same_rows(got["sglext"]["routed_experts"], expected["sglext"]["routed_experts"])
+        same_rows(in_sglext(got), in_sglext(expected))
 
     def test_requests_without_r3_have_none(self, front: Front) -> None:
         body = {key: value for key, value in generate(20, 4).items() if key != "return_routed_experts"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,14 @@ from typing import Any
 
 from . import environment
 
+ON_DEVICE = {
+    "cpu": ("--device", "cpu", "--disable-overlap-schedule", "--sleep-on-idle", *environment.NO_BUFFER),
+    "cuda": (
+        *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton"),
+        *("--linear-attn-prefill-backend", "triton", "--linear-attn-decode-backend", "triton", "--mm-attention-backend", "triton_attn"),
+        *("--disable-cuda-graph", "--disable-custom-all-reduce", "--grammar-backend", "none"),
+    ),
+}
 START_SECONDS = 900
 LOGS = Path(os.environ.get("R3ROUTER_SGLANG_LOGS", "target/sglang-logs"))
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -29,6 +38,17 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` loopback ports in a row that nobody listens on at the moment; below the range that connections take."""
+    while True:
+        first = random.randrange(12_000, 30_000)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(first, first + count):
+                sock = held.enter_context(socket.socket())
+                sock.bind(("127.0.0.1", port))
+            return first
 
 
 def call(url: str, body: Any = None, *, timeout: float = 120, method: str | None = None) -> tuple[int, bytes]:
@@ -148,8 +168,6 @@ def engine(
         str(environment.models() / model),
         "--load-format",
         "dummy",
-        "--device",
-        "cpu",
         "--host",
         "127.0.0.1",
         "--port",
@@ -158,10 +176,7 @@ def engine(
         str(tokens),
         "--mem-fraction-static",
         "0.2",
-        "--mamba-radix-cache-strategy",
-        "no_buffer",
-        "--disable-overlap-schedule",
-        "--sleep-on-idle",
+        *ON_DEVICE[environment.DEVICE],
         "--skip-server-warmup",
         "--enable-metrics",
         "--enable-return-routed-experts",
@@ -201,6 +216,18 @@ def engines(*wanted: tuple[str, str, dict[str, Any]]) -> Iterator[list[Process]]
 
 
 @contextlib.contextmanager
+def process(command: list[str], url: str, name: str, ready_path: str) -> Iterator[Process]:
+    """Any other program, up when `ready_path` answers 200; stopped at the end."""
+    popen, log = _spawn(command, name, dict(os.environ))
+    started = Process(url, popen, log)
+    try:
+        _wait(started, ready_path, 120)
+        yield started
+    finally:
+        started.stop()
+
+
+@contextlib.contextmanager
 def router(prefill: list[Process], decode: list[Process], *arguments: str, name: str = "router") -> Iterator[Process]:
     """r3router in front of engines, ready when it takes requests."""
     port, metrics = free_port(), free_port()
@@ -227,13 +254,8 @@ def router(prefill: list[Process], decode: list[Process], *arguments: str, name:
         command += ["--prefill", engine_.url, str(engine_.bootstrap_port)]
     for engine_ in decode:
         command += ["--decode", engine_.url]
-    popen, log = _spawn(command, name, dict(os.environ))
-    process = Process(f"http://127.0.0.1:{port}", popen, log)
-    try:
-        _wait(process, "/readiness" if prefill and decode else "/health", 60)
-        yield process
-    finally:
-        process.stop()
+    with process(command, f"http://127.0.0.1:{port}", name, "/readiness" if prefill and decode else "/health") as started:
+        yield started
 
 
 @dataclass

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from . import fleet
-from .equality import Equality
-from .fleet import Front, Process, Trio
+from .compare import R3
+from .equality import Equality, generate
+from .fleet import Front, Process, Trio, call
+from .stages import free
 
 
 class TestHybrid(Equality):
@@ -18,6 +20,17 @@ class TestHybrid(Equality):
     @classmethod
     def front(cls, trio: Trio, router: Process) -> Front:
         return Front(trio.unified, router)
+
+    @pytest.mark.skipif(R3, reason="these engines send R3")
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_r3_that_prefill_does_not_send_is_refused_by_name(self, trio: Trio, front: Front, stream: bool) -> None:
+        """The prompt's rows exist nowhere: an error with the reason, decode's half ended, nothing run again."""
+        before = front.router.metrics("r3router_attempts_total")[""]
+        status, raw = call(f"{front.url}/generate", generate(20, 400, stream=stream) | {"return_routed_experts": True})
+        assert b"prefill's reply has no routed_experts" in raw and b"0.5.17" in raw, raw[:500]
+        assert b"r3_mismatch" in raw and (stream or status == 502)
+        assert front.router.metrics("r3router_attempts_total")[""] == before + 1
+        free(trio.decode)
 
 
 class TestPlain(Equality):
