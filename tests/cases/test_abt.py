@@ -141,3 +141,26 @@ async def test_abt_1_five_hundred_clients_that_leave_at_random_times_leave_nothi
     answer = await client.generate(**GENERATE)
     assert answer.status == 200
     assert json.loads(answer.body)["meta_info"]["completion_tokens"] == 3
+
+
+async def test_abt_1_a_call_that_waits_under_the_concurrency_limit_can_be_aborted(lab: Lab) -> None:
+    fleet, router, client = await lab.serve("--max-concurrent-requests", "1", prefill=LONG, decode={**LONG, "run_s": 60.0})
+    first = asyncio.create_task(client.generate(input_ids=[1], rid="first"))
+    await until(lambda: fleet.d.open_legs, "the first call is in work")
+    second = asyncio.create_task(client.generate(input_ids=[2], rid="second"))
+    await asyncio.sleep(0.2)
+    await client.post("/abort_request", {"rid": "second"})
+    answer = await asyncio.wait_for(second, 10.0)
+    assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+    await client.post("/abort_request", {"rid": "first"})
+    await asyncio.wait_for(first, 10.0)
+    assert [leg.body["input_ids"] for leg in fleet.d.legs] == [[1]]
+    await router.zero_check()
+
+
+async def test_a_batch_larger_than_the_concurrency_limit_is_served_in_turns(lab: Lab) -> None:
+    fleet, router, client = await lab.serve("--max-concurrent-requests", "2", decode={"run_s": 0.05})
+    answer = await asyncio.wait_for(client.generate(input_ids=[[1], [2], [3], [4], [5]]), 30.0)
+    assert answer.status == 200 and len(answer.json()) == 5
+    assert fleet.d.ranks[0].peak_open <= 2
+    await router.zero_check()

@@ -13,8 +13,10 @@ use r3router_core::admission::{Outcome, Request};
 use r3router_core::error::{Error, Kind, Source};
 use r3router_core::topology::{RankId, Role};
 use r3router_core::wire::{PromptKind, prefix_hashes};
+use tokio::sync::OwnedSemaphorePermit;
 
 use crate::admit::Grant;
+use crate::app::App;
 use crate::context::{Count, Shared};
 use crate::dispatch::{MEASURED_TEXT, Prefill, Started, Watch, aborted, end, linger, start};
 use crate::leg::{LegBody, fault_error, judge};
@@ -164,6 +166,11 @@ pub async fn serve(shared: &Arc<Shared>, sub: Owner, mode: Mode, count: &Arc<Cou
     let mut attempts_left = app.settings.attempts();
     let mut pause = app.settings.retry_initial_backoff_ms;
     let mut last: Option<Error> = None;
+    match place(app, &sub).await {
+        Ok(Some(slot)) => sub.hold(slot),
+        Ok(None) => {}
+        Err(error) => return Err(refusal(&sub, count, error)),
+    }
     loop {
         let queued = Instant::now();
         let grant = match acquire(shared, &sub, request.clone()).await {
@@ -254,6 +261,27 @@ fn avoid(request: &mut Request, rank: Option<RankId>) {
 
 fn jittered(pause: Duration, factor: f64) -> Duration {
     pause.mul_f64((1.0 + factor * (rand::random::<f64>() * 2.0 - 1.0)).max(0.0))
+}
+
+/// A place under `--max-concurrent-requests`, when that is set. The request leaves the line when it is aborted.
+async fn place(app: &Arc<App>, sub: &Owner) -> Result<Option<OwnedSemaphorePermit>, Error> {
+    let Some(slots) = &app.slots else { return Ok(None) };
+    let waits = app.settings.queue_timeout_secs;
+    let mut waiting = pin!(tokio::time::timeout(waits, Arc::clone(slots).acquire_owned()));
+    poll_fn(|cx| {
+        if sub.poll_signals(cx).any(|s| s == Signal::Aborted) {
+            return Poll::Ready(Err(aborted()));
+        }
+        waiting.as_mut().poll(cx).map(|slot| match slot {
+            Ok(permit) => Ok(permit.ok()),
+            Err(_) => {
+                Err(Error::new(Kind::QueueTimeout, Source::Router, "no place under --max-concurrent-requests in time")
+                    .with_limit(waits.as_secs_f64(), waits.as_secs_f64())
+                    .retry_after(waits))
+            }
+        })
+    })
+    .await
 }
 
 /// Waits for a pair; leaves the queue when the request is aborted.

@@ -8,7 +8,6 @@ use http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
 use parking_lot::Mutex;
 use r3router_core::error::Kind;
 use r3router_core::wire::{Facts, Route};
-use tokio::sync::OwnedSemaphorePermit;
 
 use crate::app::App;
 use crate::live::Trace;
@@ -141,7 +140,6 @@ struct Progress {
     status: u16,
     outcome: Option<ClientOutcome>,
     dispatched: bool,
-    slot: Option<OwnedSemaphorePermit>,
 }
 
 /// Counts a request: started when it is made, ended when it is dropped, with the outcome that was set, or as left by the client.
@@ -177,11 +175,6 @@ impl Count {
         progress.dispatched = true;
         progress.line.attempts += 1;
         progress.line.wait += wait;
-    }
-
-    /// Keeps a place under `--max-concurrent-requests` until the end.
-    pub fn hold(&self, slot: OwnedSemaphorePermit) {
-        self.progress.lock().slot = Some(slot);
     }
 
     /// Bytes were handed to the client.

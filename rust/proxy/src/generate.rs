@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, Uri, header};
-use r3router_core::error::{Error, Kind, Source};
+use r3router_core::error::{Error, Kind};
 use r3router_core::wire::{Route, scan};
 
 use crate::aborted;
@@ -44,9 +44,6 @@ pub async fn handle(app: &Arc<App>, head: Head, body: Bytes, count: Arc<Count>) 
 async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Result<Reply, Refusal> {
     let plain = |error: Error| Refusal { error, kept: None };
     let facts = scan(&body, head.route).map_err(plain)?;
-    if let Some(slot) = slot(app).await.map_err(plain)? {
-        count.hold(slot);
-    }
     let by_ref = facts.via_store
         || head.headers.get(R3_TRANSPORT).map_or(app.settings.r3_transport == R3Transport::Ref, |v| v == "ref");
     let base = if by_ref { public_url(app, &head.headers) } else { Arc::from("") };
@@ -144,20 +141,6 @@ fn public_url(app: &App, headers: &HeaderMap) -> Arc<str> {
     }
     let host = headers.get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or_default();
     Arc::from(format!("http://{host}"))
-}
-
-/// A place under `--max-concurrent-requests`, when that is set.
-async fn slot(app: &Arc<App>) -> Result<Option<tokio::sync::OwnedSemaphorePermit>, Error> {
-    let Some(slots) = &app.slots else { return Ok(None) };
-    let waits = app.settings.queue_timeout_secs;
-    match tokio::time::timeout(waits, Arc::clone(slots).acquire_owned()).await {
-        Ok(permit) => Ok(permit.ok()),
-        Err(_) => {
-            Err(Error::new(Kind::QueueTimeout, Source::Router, "no place under --max-concurrent-requests in time")
-                .with_limit(waits.as_secs_f64(), waits.as_secs_f64())
-                .retry_after(waits))
-        }
-    }
 }
 
 /// Hash of a routing key; never 0, which means none.

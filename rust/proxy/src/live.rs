@@ -10,6 +10,7 @@ use http::{HeaderMap, HeaderValue, StatusCode, header};
 use parking_lot::Mutex;
 use r3router_core::admission::{Outcome, Permit};
 use r3router_core::topology::{RankId, Role, WorkerId};
+use tokio::sync::OwnedSemaphorePermit;
 
 use crate::abort::{self, Abort};
 use crate::admit::Grant;
@@ -79,6 +80,7 @@ pub struct Sub {
     signals: AtomicU8,
     waker: Mutex<Option<Waker>>,
     attempt: Mutex<Attempt>,
+    slot: Mutex<Option<OwnedSemaphorePermit>>,
 }
 
 /// Number of locks that the live requests are spread over.
@@ -146,6 +148,7 @@ impl Drop for Owner {
     fn drop(&mut self) {
         self.0.finish(Outcome::Cancelled, LegResult::Cancelled);
         self.0.app.live.shard(self.0.number).lock().remove(&self.0.number);
+        self.0.slot.lock().take();
     }
 }
 
@@ -174,9 +177,15 @@ impl Sub {
             signals: AtomicU8::new(0),
             waker: Mutex::new(None),
             attempt: Mutex::default(),
+            slot: Mutex::default(),
         });
         app.live.shard(number).lock().insert(number, Arc::clone(&sub));
         Owner(sub)
+    }
+
+    /// Keeps a place under `--max-concurrent-requests` until the owner goes.
+    pub fn hold(&self, slot: OwnedSemaphorePermit) {
+        *self.slot.lock() = Some(slot);
     }
 
     /// Begins an attempt on a granted pair; `build` gets its new id.
