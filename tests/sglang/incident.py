@@ -28,7 +28,7 @@ from .fleet import Process, call
 
 TIMEOUT_S = 20
 SAMPLES = 64
-PROMPT, OUTPUT = 1500, 32
+PROMPT, OUTPUT = 4000, 32
 RUNNING = 8
 """Decode's running requests. With 16 extra rows (the engine's default below 33) that makes 24 rows and as many state slots."""
 ROWS = 3 * RUNNING
