@@ -39,8 +39,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for outcome in ("passed", "failed", "error", "skipped", "xfailed"):
         for report in terminalreporter.getreports(outcome):
             if outcome in ("failed", "error") or report.when == "call" or outcome == "skipped":
-                name = report.nodeid.rpartition("/")[2].removeprefix("test_").split("::")
-                group = name[0].removesuffix(".py") + (f", {name[1].removeprefix('Test')}" if name[1].startswith("Test") else "")
+                file, _, rest = report.nodeid.partition("::")
+                group = file.rpartition("/")[2].removeprefix("test_").removesuffix(".py")
+                if rest.startswith("Test"):
+                    group += f", {rest.partition('::')[0].removeprefix('Test')}"
                 table.setdefault(group, Counter())[outcome] += 1
     if not table:
         return

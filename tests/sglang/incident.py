@@ -34,8 +34,9 @@ RUNNING = 8
 ROWS = 3 * RUNNING
 CLOCKS = {f"SGLANG_DISAGGREGATION_{clock}_TIMEOUT": str(TIMEOUT_S) for clock in ("WAITING", "BOOTSTRAP")}
 TOKENS = 131_072
-SETTLED_S = 1.5
-"""Decode publishes its load every 15 steps, the router polls every 0.2 s: a figure is compared with the other's over this time around."""
+SETTLED_S = 1.0
+"""Decode's figure, at the time that the engine put on it, is compared with what the ledger said within this time around: the ledger is
+looked at every 0.25 s, and prefill's reply comes a little after decode has the KV."""
 
 LOG_LINE = re.compile(
     r"#running-req: (\d+).*?mamba usage: ([\d.]+), pre-allocated usage: ([\d.]+), #prealloc-req: (\d+), #transfer-req: (\d+)"
@@ -63,6 +64,8 @@ class Seen:
     """One look at decode and at the router, at about the same time."""
 
     at: float
+    said_at: float
+    """When decode made its report (its own clock is this machine's): it publishes every 15 steps."""
     transfer: int
     """Decode: requests whose KV has not arrived, `decode_transfer_queue_reqs`."""
     prealloc: int
@@ -98,8 +101,8 @@ class Column:
         """Looks at which decode's transfers lie within what the ledger said around that time, and looks in all."""
         good = 0
         for seen in self.seen:
-            near = [other.ledger_transfer or 0 for other in self.seen if abs(other.at - seen.at) <= SETTLED_S]
-            good += min(near) <= seen.transfer + seen.prealloc <= max(near)
+            near = [other.ledger_transfer or 0 for other in self.seen if abs(other.at - seen.said_at) <= SETTLED_S]
+            good += bool(near) and min(near) <= seen.transfer + seen.prealloc <= max(near)
         return good, len(self.seen)
 
 
@@ -119,7 +122,9 @@ def look(decode: Process, router: Process | None, began: float) -> Seen:
     load = decode.loads()[0]
     split = load["disaggregation"]
     transfer, prealloc = int(split["decode_transfer_queue_reqs"]), int(split["decode_prealloc_queue_reqs"])
-    seen = Seen(time.monotonic() - began, transfer, prealloc, int(load["num_running_reqs"]), None, None)
+    age = time.time() - float(load["timestamp"])
+    at = time.monotonic() - began
+    seen = Seen(at, at - age, transfer, prealloc, int(load["num_running_reqs"]), None, None)
     if router is not None:
         for family, name in (("r3router_rank_in_transfer", "ledger_transfer"), ("r3router_rank_open", "ledger_open")):
             setattr(seen, name, sum(int(value) for labels, value in router.metrics(family).items() if 'role="decode"' in labels))
