@@ -159,7 +159,7 @@ BREAKS = [
         "escapes of half a surrogate pair are refused",
         "rust/core/src/wire/cursor.rs",
         "if !digits.is_some_and(|d| d.iter().all(u8::is_ascii_hexdigit)) {",
-        "if !digits.is_some_and(|d| d.iter().all(u8::is_ascii_hexdigit) && !d.to_ascii_lowercase().starts_with(b\"d8\")) {",
+        'if !digits.is_some_and(|d| d.iter().all(u8::is_ascii_hexdigit) && !d.to_ascii_lowercase().starts_with(b"d8")) {',
     ),
     Break(
         "LPM-1",

@@ -137,6 +137,18 @@ async def test_rm_3_samples_of_one_generate_call_are_calls_of_their_own(lab: Lab
     assert metrics.sum("r3router_requests_total", outcome="ok") == 1, "one client call is counted once"
 
 
+async def test_rm_3_each_prompt_of_a_batch_has_options_and_samples_of_its_own(lab: Lab) -> None:
+    fleet, _, client = await lab.serve(decode={"dp_size": 4})
+    options = [{"n": 2, "temperature": 0, "max_new_tokens": 3}, {"max_new_tokens": 2, "n": 2}]
+    got = await client.generate(input_ids=[[1, 2], [3]], sampling_params=options)
+    assert got.status == 200, got.body
+    assert len(got.json()) == 4
+    fleet.check()
+    sent = sorted(json.dumps(leg.body["sampling_params"], sort_keys=True) for leg in fleet.legs("decode"))
+    one = [json.dumps({**option, "n": 1}, sort_keys=True) for option in options]
+    assert sent == sorted(one * 2)
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_rm_3_choices_are_joined_in_order_and_usage_is_summed(lab: Lab, path: str) -> None:
     fleet, _, client = await lab.serve(prefill={"dp_size": 2}, decode={"dp_size": 4, "tokens": 3})
