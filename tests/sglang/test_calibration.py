@@ -130,7 +130,14 @@ def differences(real: Any, emulated: Any, path: str = "") -> list[str]:
 # What the emulator leaves out of replies, and why nobody misses it.
 LEFT_OUT = {
     "timings": ("time", "latency", "_ts", "throughput", "wait"),
-    "nothing in the router or the clients reads it": ("cached_tokens_details", "spec_", "matched_stop", "reasoning", "system_fingerprint", "embedding"),
+    "nothing in the router or the clients reads it": (
+        "cached_tokens_details",
+        "spec_",
+        "matched_stop",
+        "reasoning",
+        "system_fingerprint",
+        "embedding",
+    ),
 }
 
 
