@@ -462,7 +462,7 @@ mod tests {
     use crate::store::Rows;
 
     fn rows(arena: &Arena, numbers: &[i32]) -> Part {
-        let mut rows = Rows::new(arena, Dtype::I32, 0);
+        let mut rows = Rows::new(arena, Dtype::I32, numbers.len());
         rows.push(&numbers.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<_>>()).unwrap();
         Part { items: numbers.len() as u64, rows: Arc::new(rows), from: 0 }
     }
@@ -572,8 +572,8 @@ mod tests {
         let lab = Lab::new(20_000);
         let full = |spill: bool| {
             let store = lab.store(HOUR, spill);
-            let first = store.put(meta(Dtype::I32, 900), &rows(&Arena::new(1 << 20), &vec![9; 3600])).unwrap();
-            let second = store.put(meta(Dtype::I32, 900), &rows(&Arena::new(1 << 20), &vec![9; 3600]));
+            let first = store.put(meta(Dtype::I32, 900), &rows(&lab.arena, &vec![9; 3600])).unwrap();
+            let second = store.put(meta(Dtype::I32, 900), &rows(&lab.arena, &vec![9; 3600]));
             assert!(first.object().path.exists());
             (store, first, second)
         };
