@@ -347,8 +347,8 @@ def _places(body: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for at, choice in enumerate(choices):
             meta = choice.get("meta_info")
             if meta is None:
-                # Only the first choice's rows are sent in sglext.
-                meta = {**_usage(element), **extra} if at == 0 else {}
+                # An engine sends the first choice's rows at response level; the router has the others' in their choices.
+                meta = {**_usage(element), **extra} if at == 0 else dict(choice.get("sglext") or {})
             yield choice, meta
 
 

@@ -266,3 +266,10 @@ async def test_r3_4_a_broken_connection_during_a_fetch_keeps_the_object(lab: Lab
     with pytest.raises((Closed, ConnectionError)):
         await broken.answer()
     assert len((await client.get(path)).body) == 8000 * 8
+
+
+async def test_r3_4_a_transport_that_does_not_exist_is_refused(lab: Lab) -> None:
+    fleet, _, client = await ready(lab)
+    got = await client.post("/generate", {"input_ids": [1], **ASKED}, [("x-r3-transport", "reff")])
+    assert (got.status, got.error()["code"]) == (400, "invalid_field")
+    assert fleet.posts() == 0

@@ -80,6 +80,15 @@ async def test_a_stream_ends_with_the_rows(routers: dict[str, str]) -> None:
         same(got[-1], expected[-1])
 
 
+async def test_chat_without_meta_info_has_the_rows_of_every_choice(routers: dict[str, str]) -> None:
+    asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "n": 2, "ignore_eos": True}
+    asked |= {"model": "emulated-moe", "return_routed_experts": True}
+    async with client(routers["ref"]) as ref:
+        got = list(await ref.chat(asked))
+        assert [sample.routed_experts is not None for sample in got] == [True, True]
+        assert ref.held == 0
+
+
 async def test_chat_choices_carry_their_rows(routers: dict[str, str]) -> None:
     asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "ignore_eos": True}
     asked |= {"model": "emulated-moe", "return_routed_experts": True, "return_meta_info": True}

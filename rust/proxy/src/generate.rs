@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, Uri, header};
-use r3router_core::error::{Error, Kind};
+use r3router_core::error::{Error, Kind, Source};
 use r3router_core::wire::{Route, scan};
 
 use crate::aborted;
@@ -44,8 +44,14 @@ pub async fn handle(app: &Arc<App>, head: Head, body: Bytes, count: Arc<Count>) 
 async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Result<Reply, Refusal> {
     let plain = |error: Error| Refusal { error, kept: None };
     let facts = scan(&body, head.route).map_err(plain)?;
-    let by_ref = facts.via_store
-        || head.headers.get(R3_TRANSPORT).map_or(app.settings.r3_transport == R3Transport::Ref, |v| v == "ref");
+    let asked = match head.headers.get(R3_TRANSPORT) {
+        None => app.settings.r3_transport,
+        Some(value) => value.to_str().ok().and_then(R3Transport::from_name).ok_or_else(|| {
+            let message = format!("{R3_TRANSPORT} is {value:?}, which is no way for payloads to go");
+            plain(Error::new(Kind::InvalidField, Source::Client, message).advise("send ref or inline, or leave it out"))
+        })?,
+    };
+    let by_ref = facts.via_store || asked == R3Transport::Ref;
     let base = if by_ref { public_url(app, &head.headers) } else { Arc::from("") };
     let model = facts.model.and_then(|span| body.get(span.start..span.end)).map(|m| {
         let text = String::from_utf8_lossy(m);

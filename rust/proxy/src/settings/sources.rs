@@ -14,9 +14,18 @@ use super::value::Value;
 /// What every variable begins with.
 pub(super) const PREFIX: &str = "R3ROUTER_";
 
-/// Beginnings of variables that are no settings: the file's own, and those of the tools around the router (make, tests, benchmarks).
-const NOT_SETTINGS: [&str; 6] =
-    ["R3ROUTER_CONFIG", "R3ROUTER_CACHE", "R3ROUTER_PEERS", "R3ROUTER_PYTHON", "R3ROUTER_SGLANG_", "R3ROUTER_SIM_"];
+/// Beginnings of variables that are no settings: the file's own, those of the plug-in and its agent, and those of the tools around the
+/// router (make, tests, benchmarks).
+const NOT_SETTINGS: [&str; 8] = [
+    "R3ROUTER_CONFIG",
+    "R3ROUTER_CACHE",
+    "R3ROUTER_PEERS",
+    "R3ROUTER_PYTHON",
+    "R3ROUTER_SGLANG_",
+    "R3ROUTER_SIM_",
+    "R3ROUTER_AGENT_",
+    "R3ROUTER_PLUGIN",
+];
 
 /// Where values come from. Later calls add to earlier ones; the order of calls does not matter for precedence.
 #[derive(Clone, Debug, Default)]
