@@ -62,7 +62,8 @@ test: build ## All tests, no GPU: cargo (SEEDS simulated fleets) and pytest.
 	$(call say,Testing the Rust crates ($(SEEDS) simulated fleets))
 	cargo test --workspace --profile fast --quiet
 	$(call say,Testing from Python)
-	"$(BIN)/python" -m pytest --quiet -n 2 --dist worksteal
+	"$(BIN)/python" -m pytest --quiet -m alone
+	"$(BIN)/python" -m pytest --quiet -n 2 --dist worksteal -m "not alone"
 
 .PHONY: test-sglang
 test-sglang: build ## Tests against real SGLang engines on the CPU; builds their environment (about 5 GB) when it is missing.

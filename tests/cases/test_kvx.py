@@ -16,6 +16,8 @@ from scripted.fleet import Fleet
 from scripted.lab import Lab
 from scripted.r3 import R3Model
 
+pytestmark = pytest.mark.alone
+
 CALLS = 200
 PROMPT = 56_000
 SHARED = 54_000
