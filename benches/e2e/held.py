@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -35,7 +36,7 @@ def measure(samples: int, tokens: int, hold_seconds: float, arena_bytes: int) ->
         )
         thread.start()
         while thread.is_alive():
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://{address}/metrics", timeout=30) as reply:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://{address}/metrics", timeout=120) as reply:
                 gauge = ARENA_GAUGE.search(reply.read().decode())
             if gauge is None:
                 raise RuntimeError("the router's /metrics has no r3router_r3_arena_bytes")
@@ -55,4 +56,5 @@ def measure(samples: int, tokens: int, hold_seconds: float, arena_bytes: int) ->
         "RSS MB": round(rss),
         "idle RSS MB": round(idle),
         "heap beyond arena MB": round(rss - idle - arena),
+        "request bodies MB": round(samples * len(json.dumps(body, separators=(",", ":"))) / 1e6),
     }

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .environment import DEVICE, PREFILL_SENDS_ROWS
+from .environment import PREFILL_SENDS_ROWS
 
 R3 = PREFILL_SENDS_ROWS
 """Whether R3 can be asked for: with older engines the checks run without it, and one checks the refusal."""
 
-ROW_IDS = 8 if DEVICE == "cpu" else 16
-"""R3 ids a token in the tiny models: 4 layers x top-2, on a GPU top-4."""
+ROW_IDS = 8
+"""R3 ids a token in the tiny models: 4 layers x top-2."""
 
 LOGPROB_LISTS = (
     "input_token_logprobs",

@@ -20,8 +20,6 @@ PREFILL_SENDS_ROWS = tuple(int(part) for part in VERSION.split(".")[:3]) >= (0, 
 """Prefill of 0.5.12.post1 and 0.5.17 returns no R3 at all; 0.5.23's does. Between them nothing was run."""
 NO_BUFFER = (f"--mamba-{'radix-cache' if PREFILL_SENDS_ROWS else 'scheduler'}-strategy", "no_buffer")
 """State without extra buffers, by the release's name of the flag."""
-DEVICE = os.environ.get("R3ROUTER_SGLANG_DEVICE", "cpu")
-"""`cuda`: the engines run on a GPU, without any stand-in; their environment must be given."""
 TORCH = "torch==2.13.0"
 WITHOUT_DEPENDENCIES = {
     "0.5.23": (
@@ -76,7 +74,7 @@ def models() -> Path:
     given = os.environ.get("R3ROUTER_SGLANG_MODELS")
     folder = Path(given) if given else _folder().parent / "sglang-models"
     if not (folder / "qwen3_5_moe" / "config.json").exists():
-        _run([str(python()), str(ENGINE / "make_model.py"), str(folder), *(["gpu"] if DEVICE == "cuda" else [])])
+        _run([str(python()), str(ENGINE / "make_model.py"), str(folder)])
     return folder
 
 

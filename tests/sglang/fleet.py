@@ -20,14 +20,6 @@ from typing import Any
 
 from . import environment
 
-ON_DEVICE = {
-    "cpu": ("--device", "cpu", "--disable-overlap-schedule", "--sleep-on-idle", *environment.NO_BUFFER),
-    "cuda": (
-        *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton"),
-        *("--linear-attn-prefill-backend", "triton", "--linear-attn-decode-backend", "triton", "--mm-attention-backend", "triton_attn"),
-        *("--disable-cuda-graph", "--disable-custom-all-reduce", "--grammar-backend", "none"),
-    ),
-}
 START_SECONDS = 900
 LOGS = Path(os.environ.get("R3ROUTER_SGLANG_LOGS", "target/sglang-logs"))
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -176,7 +168,11 @@ def engine(
         str(tokens),
         "--mem-fraction-static",
         "0.2",
-        *ON_DEVICE[environment.DEVICE],
+        "--device",
+        "cpu",
+        "--disable-overlap-schedule",
+        "--sleep-on-idle",
+        *environment.NO_BUFFER,
         "--skip-server-warmup",
         "--enable-metrics",
         "--enable-return-routed-experts",

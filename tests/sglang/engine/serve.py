@@ -12,22 +12,19 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import calm
+import cpu_kernels
+import nixl_dram
 import weights
 
-if "cpu" in sys.argv:  # on a GPU nothing is replaced but the width of dummy weights
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    import cpu_kernels
-    import nixl_dram
-
-    cpu_kernels.install()
-    nixl_dram.install()
+cpu_kernels.install()
+nixl_dram.install()
 weights.install()
-if "cpu" in sys.argv and "--dp-size" in sys.argv:
-    import calm
-
+if "--dp-size" in sys.argv:
     calm.install()
 
 if __name__ == "__main__":
