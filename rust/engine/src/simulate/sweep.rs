@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::scenario::{Scenario, ScenarioError, Window};
 use super::{Report, run};
 
-/// Fixed windows of a sweep, transfers per decode rank: four of them an octave at the small end, two from 8 on. The largest is
-/// above what the metadata slots of a rank allow, so that the last one binds nowhere.
+/// Fixed windows of a sweep, transfers per decode rank: every one up to 6, then two an octave. The largest is above the request
+/// rows of a rank of the scenarios, so that the last one binds nowhere.
 pub const STATIC: [u32; 16] = [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192];
 
 /// One scenario of a sweep.
