@@ -155,7 +155,7 @@ def test_a_request_that_ends_early_frees_its_slots(trio: Trio, request: pytest.F
 def test_abort_all_ends_everything(trio: Trio, router: Process) -> None:
     """R3-2: replies of aborted requests are aborts; their rows are those of their tokens or absent."""
     with ThreadPoolExecutor(6) as pool:
-        replies = [pool.submit(call, f"{router.url}/generate", generate(30 + at, 4000)) for at in range(6)]
+        replies = [pool.submit(call, f"{router.url}/generate", generate(30 + at, 600)) for at in range(6)]
         eventually(lambda: trio.decode.loads()[0]["num_running_reqs"] == 6, "all to run")
         assert call(f"{router.url}/abort_request", {"abort_all": True})[0] == 200
         for at, reply in enumerate(replies):
