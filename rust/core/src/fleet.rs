@@ -181,6 +181,8 @@ pub(crate) struct Fleet {
     /// Closed ranks by reason, of prefill and of the other side.
     pub(crate) closed: [Counters; 2],
     jitter: SplitMix,
+    /// Requests that decode has slots for now or within a tau, as of the last tick.
+    pub(crate) appetite: f64,
     /// Something became possible since the last look at the queue.
     pub(crate) improved: bool,
     /// Some request that waits may fit no rank any more.
@@ -202,6 +204,7 @@ impl Fleet {
             registered: [0; 3],
             closed: [Counters::default(), Counters::default()],
             jitter: SplitMix::new(config.seed ^ 0x5eed),
+            appetite: 0.0,
             improved: false,
             shrank: false,
         }
@@ -550,10 +553,15 @@ impl Fleet {
             .filter(|r| r.live && r.role == Role::Decode && takes(r.closed))
             .map(|r| appetite(r).1)
             .sum();
+        self.appetite = 0.0;
         for slot in 0..self.ranks.len() {
             let rank = &self.ranks[slot];
             if !rank.live {
                 continue;
+            }
+            if rank.role == Role::Decode && takes(rank.closed) {
+                let free = rank.free();
+                self.appetite += free.rows.min(free.mamba).max(0) as f64 + rank.window.completions() * window_tau;
             }
             match rank.role {
                 Role::Prefill => self.ranks[slot].service.update(now),

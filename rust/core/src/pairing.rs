@@ -35,8 +35,11 @@ pub(crate) struct Need<'a> {
     pub(crate) max_new: u32,
     /// Uncached tokens that idle prefill ranks could have computed while requests waited for ranks with their prefix.
     pub(crate) idle_tokens: f64,
-    /// Other requests that are known to wait for the ranks with its prefix.
+    /// Other requests that are known to wait for the ranks with its prefix, in so far as decode has slots for them.
     pub(crate) behind: u32,
+    /// More waits than decode has slots for. Prefill is not what limits then, and computing again has to save as much as it
+    /// costs: it only holds slots of decode for longer.
+    pub(crate) crowded: bool,
     /// The request may use these ranks, and need not stay with its prefix.
     pub(crate) kept: Option<Kept>,
     pub(crate) now: Moment,
@@ -199,7 +202,8 @@ fn front(fleet: &Fleet, need: &Need<'_>) -> Result<Front, Reason> {
     let needed = other.queued_tokens() < other.capacity.chunk
         && ranks < REPLICAS as i64
         && own.saturating_mul(i64::from(need.behind)) / ranks >= again;
-    if elsewhere <= queued + own || needed || need.idle_tokens >= again as f64 {
+    let cost = if need.crowded { again } else { 0 };
+    if elsewhere + cost <= queued + own || needed || need.idle_tokens >= again as f64 {
         return Ok(Front { slot, uncached: prompt, known: 0, again });
     }
     Err(Reason::Affinity)

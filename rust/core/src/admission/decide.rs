@@ -223,7 +223,9 @@ impl Admission {
         // Requests of one key have their prefix in common; without a key, what this pass has met counts.
         let of_key = if keyed { self.queue.of_key(index) - 1 } else { 0 };
         let met = self.prefix_waits_for.iter().find(|(ranks, _)| ranks.same_ranks(&found)).map_or(0, |(_, n)| *n);
-        let behind = of_key.max(met);
+        // Where decode is what limits, most of them wait for it, and not for these ranks.
+        let part = (self.fleet.appetite / self.queue.len().max(1) as f64).min(1.0);
+        let behind = (f64::from(of_key.max(met)) * part) as u32;
         let Some(entry) = self.queue.entry(index) else { return Err(Reason::Cancelled) };
         let need = Need {
             request: &entry.request,
@@ -231,6 +233,7 @@ impl Admission {
             max_new: entry.request.max_new_tokens.unwrap_or(self.config.default_max_new_tokens),
             idle_tokens: self.idle_tokens,
             behind,
+            crowded: part < 1.0,
             kept,
             now,
         };
