@@ -11,6 +11,7 @@ from r3router.native import core
 
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "python/SETTINGS.md": core.settings_page,
+    "python/FLAGS.md": core.flags_page,
     "rust/ERRORS.md": core.errors_page,
     "rust/METRICS.md": core.metrics_page,
 }

@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Iterable
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import click
 
@@ -24,12 +24,42 @@ class Setting(TypedDict):
     metavar: str
     choices: list[str]
     default: Any
+    bare: Any
+    peer: str | None
 
 
 def settings() -> list[Setting]:
     """Every setting, in the order of the help."""
     schema: list[Setting] = json.loads(core.settings_schema())
     return schema
+
+
+class PeerFlag(TypedDict):
+    """One entry of `_core.peer_flags()`."""
+
+    name: str
+    flag: str
+    arity: Arity
+    default: str
+    fate: Literal["ignored", "refused"]
+    reason: str
+
+
+def peer_flags() -> list[PeerFlag]:
+    """The flags of sglang-router that are no settings, in the order of its help."""
+    flags: list[PeerFlag] = json.loads(core.peer_flags())
+    return flags
+
+
+class PeerOption(click.Option):
+    """A flag of sglang-router that is taken and that the core ignores or refuses. It is not in the help; FLAGS.md lists it."""
+
+    def __init__(self, peer: PeerFlag) -> None:
+        self.peer = peer
+        if peer["arity"] == "switch":
+            super().__init__([peer["flag"]], is_flag=True, default=None, hidden=True)
+        else:
+            super().__init__([peer["flag"]], type=str, default=None, multiple=peer["arity"] != "one", hidden=True)
 
 
 class SettingOption(click.Option):
@@ -69,8 +99,9 @@ class SettingsCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         arities = {o.setting["flag"]: o.setting["arity"] for o in self.params if isinstance(o, SettingOption)}
+        theirs = {o.peer["flag"]: o.peer["arity"] for o in self.params if isinstance(o, PeerOption)}
         try:
-            return super().parse_args(ctx, fold(args, {**arities, "--config": "one"}))
+            return super().parse_args(ctx, fold(args, {**theirs, **arities, "--config": "one"}))
         except click.NoSuchOption as error:
             near = difflib.get_close_matches(error.option_name, [*arities, "--config", "--check"], n=1)
             mend = f"did you mean {near[0]}?" if near else f"see `{ctx.command_path} --help` for all of them"
@@ -89,8 +120,8 @@ class SettingsCommand(click.Command):
 
 
 def setting_options() -> Iterable[click.Option]:
-    """One option for each setting."""
-    return [SettingOption(setting) for setting in settings()]
+    """One option for each setting, and a hidden one for each other flag of sglang-router."""
+    return [*(SettingOption(setting) for setting in settings()), *(PeerOption(flag) for flag in peer_flags())]
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ Two engines, split: r3router serve --pd-disaggregation --prefill http://P:30000 
 
 Every option is also a variable (--port is R3ROUTER_PORT) and a key of the TOML file (port = 30000). An option wins over
 a variable, a variable over the file. A bare number is taken in the unit that the option's name ends in; 300s, 250ms,
-1h30m and 512MiB, 8GiB are understood too. A switch can be undone with --no- in front of its name."""
+1h30m and 512MiB, 8GiB are understood too. A switch can be undone with --no- in front of its name. Every flag of sglang-router
+0.3.2 is taken; python/FLAGS.md says what becomes of those that are not listed here."""
 
 
 def run(config: str | None, check: bool, **values: Any) -> None:

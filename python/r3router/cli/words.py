@@ -10,7 +10,8 @@ def fold(args: Sequence[str], arities: Mapping[str, Arity]) -> list[str]:
     """Returns `args` in which every such flag has one value and is repeated instead.
 
     `--worker-urls a b` becomes `--worker-urls a --worker-urls b`, `--prefill u 1` becomes `--prefill "u 1"`. A word belongs to a
-    flag until the next one that begins with `-`; `--prefill` takes two at most.
+    flag until the next one that begins with `-`; `--prefill` takes two at most. A list without words is an empty one and says nothing, as
+    in `--worker-urls $WORKERS` without workers.
     """
     out: list[str] = []
     at = 0
@@ -34,10 +35,8 @@ def fold(args: Sequence[str], arities: Mapping[str, Arity]) -> list[str]:
         while at < len(args) and len(values) < limit and not args[at].startswith("-"):
             values.append(args[at])
             at += 1
-        if not values:
-            out.append(flag)
-        elif arity == "url_port":
-            out += [flag, " ".join(values)]
+        if arity == "url_port":
+            out += [flag, " ".join(values)] if values else [flag]
         else:
             for value in values:
                 out += [flag, value]

@@ -1,6 +1,6 @@
 //! What every part of a running router shares.
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::HeaderValue;
 use r3router_core::error::{Error, Kind, Source};
@@ -11,10 +11,12 @@ use crate::admit::Gate;
 use crate::agents::Agents;
 use crate::attempts::RetryBudget;
 use crate::clock::Clock;
+use crate::cors::Cors;
 use crate::drain::Drain;
 use crate::live::Live;
 use crate::merge::Shape;
 use crate::metrics::Metrics;
+use crate::pace::Pace;
 use crate::rows::RowWidths;
 use crate::settings::Settings;
 use crate::store::{Arena, Place, Store};
@@ -51,6 +53,10 @@ pub struct App {
     pub rows: RowWidths,
     /// Places under `--max-concurrent-requests`.
     pub slots: Option<Arc<Semaphore>>,
+    /// The pace of `--rate-limit-tokens-per-second`.
+    pub pace: Option<Pace>,
+    /// Which pages may call from a browser.
+    pub cors: Cors,
     /// Attempts beyond the first that may still be made.
     pub retries: RetryBudget,
     /// Whether the router takes new work.
@@ -110,11 +116,17 @@ impl App {
             agents: Arc::new(Agents::new(settings.upstream_idle_secs, worker_key.clone())),
             host: Arc::from(host.trim()),
             registry: Registry::default(),
-            metrics: Metrics::default(),
+            metrics: Metrics::new(&settings.prometheus_duration_buckets),
             arena,
             live: Live::default(),
             rows: RowWidths::new(settings.r3_layers.zip(settings.r3_top_k).and_then(|(l, k)| l.checked_mul(k))),
             slots: settings.max_concurrent_requests.0.map(|n| Arc::new(Semaphore::new(n as usize))),
+            pace: settings.rate_limit_tokens_per_second.map(|rate| {
+                let burst = settings.max_concurrent_requests.0.unwrap_or(rate);
+                // The clock of an emulated fleet runs faster by its scale.
+                Pace::new(f64::from(rate) * settings.time_scale, burst, Instant::now())
+            }),
+            cors: Cors::new(&settings.cors_allowed_origins),
             retries: RetryBudget::default(),
             drain: Drain::default(),
             runtime: Handle::current(),

@@ -166,6 +166,9 @@ pub async fn serve(shared: &Arc<Shared>, sub: Owner, mode: Mode, count: &Arc<Cou
     let mut attempts_left = app.settings.attempts();
     let mut pause = app.settings.retry_initial_backoff_ms;
     let mut last: Option<Error> = None;
+    if let Err(error) = turn(app, &sub).await {
+        return Err(refusal(&sub, count, error));
+    }
     match place(app, &sub).await {
         Ok(Some(slot)) => sub.hold(slot),
         Ok(None) => {}
@@ -261,6 +264,28 @@ fn avoid(request: &mut Request, rank: Option<RankId>) {
 
 fn jittered(pause: Duration, factor: f64) -> Duration {
     pause.mul_f64((1.0 + factor * (rand::random::<f64>() * 2.0 - 1.0)).max(0.0))
+}
+
+/// The request's turn under `--rate-limit-tokens-per-second`, when that is set. It leaves the line when it is aborted.
+async fn turn(app: &App, sub: &Owner) -> Result<(), Error> {
+    let Some(pace) = &app.pace else { return Ok(()) };
+    let most = app.settings.queue_timeout_secs;
+    let wait = pace.take(Instant::now(), most).map_err(|wait| {
+        Error::new(Kind::QueueFull, Source::Router, "no turn under --rate-limit-tokens-per-second in time")
+            .with_limit(most.as_secs_f64(), wait.as_secs_f64())
+            .retry_after(wait)
+    })?;
+    if wait.is_zero() {
+        return Ok(());
+    }
+    let mut waiting = pin!(tokio::time::sleep(wait));
+    poll_fn(|cx| {
+        if sub.poll_signals(cx).any(|s| s == Signal::Aborted) {
+            return Poll::Ready(Err(aborted()));
+        }
+        waiting.as_mut().poll(cx).map(Ok)
+    })
+    .await
 }
 
 /// A place under `--max-concurrent-requests`, when that is set. The request leaves the line when it is aborted.

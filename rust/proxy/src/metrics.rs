@@ -1,6 +1,7 @@
 //! Counters and histograms of the data plane. Labels come from closed sets plus worker and rank; what describes a worker lives in the
 //! worker, so that its series go with it. Gauges of the admission are read when they are scraped.
 use std::fmt::Write as _;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -147,35 +148,53 @@ impl<const N: usize> Counters<N> {
     }
 }
 
-/// Upper bounds of the time histograms, seconds.
+/// Upper bounds of the time histograms, seconds, unless `--prometheus-duration-buckets` names others.
 const SECONDS: [f64; 16] =
     [0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 1200.0];
 
 /// A histogram of times.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Histogram {
-    buckets: Counters<17>,
+    bounds: Arc<[f64]>,
+    /// One for each bound, and one for what is above the last.
+    buckets: Box<[AtomicU64]>,
     nanos: AtomicU64,
 }
 
+impl Default for Histogram {
+    fn default() -> Self {
+        Self::new(&Arc::from(SECONDS))
+    }
+}
+
 impl Histogram {
+    /// An empty histogram. `bounds` are upper bounds in seconds, ascending.
+    pub fn new(bounds: &Arc<[f64]>) -> Self {
+        Self {
+            bounds: Arc::clone(bounds),
+            buckets: (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect(),
+            nanos: AtomicU64::new(0),
+        }
+    }
+
     /// Counts one time.
     pub fn observe(&self, time: Duration) {
         let secs = time.as_secs_f64();
-        let at = SECONDS.iter().position(|bound| secs <= *bound).unwrap_or(SECONDS.len());
-        self.buckets.inc(at);
+        let at = self.bounds.iter().position(|bound| secs <= *bound).unwrap_or(self.bounds.len());
+        if let Some(bucket) = self.buckets.get(at) {
+            bucket.fetch_add(1, Ordering::Relaxed);
+        }
         self.nanos.fetch_add(u64::try_from(time.as_nanos()).unwrap_or(0), Ordering::Relaxed);
     }
 
     fn write(&self, text: &mut Text, name: &str, help: &str) {
         text.head(name, help, "histogram");
+        let bounds = self.bounds.iter().map(f64::to_string).chain(["+Inf".to_owned()]);
         let mut sum = 0;
-        for (at, bound) in SECONDS.iter().enumerate() {
-            sum += self.buckets.get(at);
-            text.line(&format!("{name}_bucket"), &[("le", &bound.to_string())], sum as f64);
+        for (bucket, bound) in self.buckets.iter().zip(bounds) {
+            sum += bucket.load(Ordering::Relaxed);
+            text.line(&format!("{name}_bucket"), &[("le", &bound)], sum as f64);
         }
-        sum += self.buckets.get(SECONDS.len());
-        text.line(&format!("{name}_bucket"), &[("le", "+Inf")], sum as f64);
         text.line(&format!("{name}_sum"), &[], self.nanos.load(Ordering::Relaxed) as f64 / 1e9);
         text.line(&format!("{name}_count"), &[], sum as f64);
     }
@@ -227,6 +246,13 @@ pub struct Metrics {
 }
 
 impl Metrics {
+    /// Nothing counted yet. `bounds` are those of the time histograms in seconds; empty means the usual ones.
+    pub fn new(bounds: &[f64]) -> Self {
+        let bounds: Arc<[f64]> = if bounds.is_empty() { Arc::from(SECONDS) } else { Arc::from(bounds) };
+        let time = || Histogram::new(&bounds);
+        Self { wait: time(), delivery: time(), total: time(), ..Self::default() }
+    }
+
     /// A request has arrived.
     pub fn start(&self, route: Option<Route>) {
         self.started.inc(route_index(route));
@@ -358,6 +384,28 @@ mod tests {
         assert!(text.contains("\nr3router_queue_wait_seconds_bucket{le=\"0.005\"} 1\n"));
         assert!(text.contains("\nr3router_queue_wait_seconds_count 1\n"));
         assert!(text.ends_with("x{worker=\"a\\\"b\\n\\\\\"} 1.5\n"));
+    }
+
+    #[test]
+    fn bounds_of_time_histograms_can_be_chosen() {
+        let metrics = Metrics::new(&[0.5, 2.0]);
+        for millis in [400, 500, 1500, 9000] {
+            metrics.total.observe(Duration::from_millis(millis));
+        }
+        let mut text = Text::default();
+        metrics.write(&mut text);
+        let text = text.finish();
+        let lines: Vec<&str> = text.lines().filter(|l| l.starts_with("r3router_request_seconds")).collect();
+        assert_eq!(
+            lines,
+            [
+                "r3router_request_seconds_bucket{le=\"0.5\"} 2",
+                "r3router_request_seconds_bucket{le=\"2\"} 3",
+                "r3router_request_seconds_bucket{le=\"+Inf\"} 4",
+                "r3router_request_seconds_sum 11.4",
+                "r3router_request_seconds_count 4",
+            ]
+        );
     }
 
     #[test]

@@ -26,21 +26,32 @@ fn engine_route(path: &str) -> Option<Route> {
 
 /// Answers one request.
 pub async fn answer(app: Arc<App>, request: Request<Incoming>) -> Reply {
-    let path = request.uri().path();
-    let mut reply = match (engine_route(path), request.method()) {
-        (Some(route), &Method::POST) => engine(&app, route, request).await,
-        (Some(_), method) => error_reply(&wrong_method(method, path, "POST")),
-        // Apart, so that the future of a connection has no room for what few requests need.
-        _ => match Box::pin(other(&app, request)).await {
-            Ok(reply) => reply,
-            Err(error) => error_reply(&error),
-        },
+    let origin = request.headers().get(header::ORIGIN).cloned();
+    let mut reply = match app.cors.preflight(request.method(), request.headers()) {
+        Some(reply) => reply,
+        None => routed(&app, request).await,
     };
+    if let Some(origin) = origin {
+        app.cors.mark(&origin, &mut reply);
+    }
     if app.drain.started() {
         // Clients go on to another router with their next request.
         reply.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
     reply
+}
+
+async fn routed(app: &Arc<App>, request: Request<Incoming>) -> Reply {
+    let path = request.uri().path();
+    match (engine_route(path), request.method()) {
+        (Some(route), &Method::POST) => engine(app, route, request).await,
+        (Some(_), method) => error_reply(&wrong_method(method, path, "POST")),
+        // Apart, so that the future of a connection has no room for what few requests need.
+        _ => match Box::pin(other(app, request)).await {
+            Ok(reply) => reply,
+            Err(error) => error_reply(&error),
+        },
+    }
 }
 
 async fn engine(app: &Arc<App>, route: Route, request: Request<Incoming>) -> Reply {

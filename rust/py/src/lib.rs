@@ -17,8 +17,10 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("BUILD", if cfg!(debug_assertions) { "debug" } else { "optimised" })?;
     errors::register(m)?;
     m.add_function(wrap_pyfunction!(settings::settings_schema, m)?)?;
+    m.add_function(wrap_pyfunction!(settings::peer_flags, m)?)?;
     m.add_function(wrap_pyfunction!(settings::check_settings, m)?)?;
     m.add_function(wrap_pyfunction!(reference::settings_page, m)?)?;
+    m.add_function(wrap_pyfunction!(reference::flags_page, m)?)?;
     m.add_function(wrap_pyfunction!(reference::errors_page, m)?)?;
     m.add_function(wrap_pyfunction!(reference::metrics_page, m)?)?;
     m.add_function(wrap_pyfunction!(serve::serve, m)?)?;

@@ -9,6 +9,12 @@ pub(crate) fn settings_page() -> String {
     r3router_proxy::settings::reference_page()
 }
 
+/// The page of the flags of sglang-router.
+#[pyfunction]
+pub(crate) fn flags_page() -> String {
+    r3router_proxy::settings::flags_page()
+}
+
 /// The errors page.
 #[pyfunction]
 pub(crate) fn errors_page() -> String {

@@ -1,6 +1,6 @@
 //! `settings_schema` and `check_settings`: what can be set, and what a set of sources means.
 use pyo3::prelude::*;
-use r3router_proxy::settings::{Loaded, Sources, schema};
+use r3router_proxy::settings::{Loaded, Sources, peer_schema, schema};
 use serde_json::{Map, Value, json};
 
 use crate::errors::SettingsError;
@@ -9,6 +9,12 @@ use crate::errors::SettingsError;
 #[pyfunction]
 pub(crate) fn settings_schema() -> String {
     schema().to_string()
+}
+
+/// The flags of sglang-router that are no settings here, each with what becomes of it, as a JSON list.
+#[pyfunction]
+pub(crate) fn peer_flags() -> String {
+    peer_schema().to_string()
 }
 
 /// Merges and checks sources (`{"flags": …, "env": …, "config": …}` as JSON) and returns `{"values", "origins", "warnings"}` as JSON.

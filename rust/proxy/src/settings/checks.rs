@@ -55,6 +55,19 @@ pub(super) fn contradictions(
     if !s.health_check_endpoint.starts_with('/') {
         wrong("health_check_endpoint", format!("`{}` is not a path", s.health_check_endpoint), "begin it with /");
     }
+    let buckets = &s.prometheus_duration_buckets;
+    if buckets.iter().any(|b| *b <= 0.0) || buckets.iter().zip(buckets.iter().skip(1)).any(|(low, high)| low >= high) {
+        wrong(
+            "prometheus_duration_buckets",
+            format!("the bounds {buckets:?} do not ascend from above 0"),
+            "write each bound once, smallest first",
+        );
+    }
+    for origin in &s.cors_allowed_origins {
+        if http::HeaderValue::from_str(origin).is_err() {
+            wrong("cors_allowed_origins", format!("{origin:?} cannot stand in a header"), "write scheme://host[:port]");
+        }
+    }
     if s.request_timeout_secs < s.queue_timeout_secs && origins.contains_key("queue_timeout_secs") {
         warnings.push(
             "--queue-timeout-secs is longer than --request-timeout-secs; a request never waits longer than the latter"

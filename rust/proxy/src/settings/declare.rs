@@ -1,6 +1,7 @@
 //! The macro that turns one table into the struct, its defaults, its reader and its description.
 use serde_json::Value as Json;
 
+use super::quantity::{parse_bytes, parse_duration};
 use super::value::Value;
 
 /// The unit of a bare number.
@@ -127,6 +128,19 @@ impl Row {
     /// `--max-payload-size`; a switch that is on by default is written `--no-…` in help.
     pub fn flag(&self) -> String {
         format!("--{}", self.name.replace('_', "-"))
+    }
+
+    /// The default as sglang-router writes it: durations and sizes as bare numbers.
+    pub fn bare_default(&self) -> Json {
+        let Some(text) = self.default.as_str() else { return self.default.clone() };
+        let number = |n: f64| if n.fract() == 0.0 { Json::from(n as i64) } else { Json::from(n) };
+        let bare = match self.unit {
+            Unit::None => None,
+            Unit::Secs => parse_duration(text, self.unit).ok().map(|d| number(d.as_secs_f64())),
+            Unit::Millis => parse_duration(text, self.unit).ok().map(|d| number(d.as_secs_f64() * 1e3)),
+            Unit::Bytes => parse_bytes(text).ok().map(Json::from),
+        };
+        bare.unwrap_or_else(|| self.default.clone())
     }
 
     /// `R3ROUTER_MAX_PAYLOAD_SIZE`.

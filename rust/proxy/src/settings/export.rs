@@ -6,8 +6,8 @@ use serde_json::{Value as Json, json};
 use super::declare::{Arity, Row};
 use super::table::rows;
 
-/// A JSON list with one object per setting: name, flag, variable, group, help, unit, arity, metavar, expects, choices, default, peer,
-/// range, inert, reloadable.
+/// A JSON list with one object per setting: name, flag, variable, group, help, unit, arity, metavar, expects, choices, default, the
+/// same as a bare number, peer, range, inert, reloadable.
 pub fn schema() -> Json {
     rows()
         .iter()
@@ -24,6 +24,7 @@ pub fn schema() -> Json {
                 "expects": r.expects,
                 "choices": r.choices,
                 "default": r.default,
+                "bare": r.bare_default(),
                 "peer": r.peer,
                 // JSON has no infinity; an open end is null.
                 "range": r.range.map(|(low, high)| json!([low, high.is_finite().then_some(high)])),

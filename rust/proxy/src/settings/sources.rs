@@ -8,6 +8,7 @@ use super::checks;
 use super::declare::Row;
 use super::error::{Origin, SettingsError, SettingsErrors};
 use super::nearest::nearest;
+use super::peer::{self, Fate, PeerFlag};
 use super::table::{Settings, rows};
 use super::value::Value;
 
@@ -157,6 +158,10 @@ pub(super) struct Merge {
 impl Merge {
     fn add(&mut self, name: &str, origin: Origin, value: Json) {
         let Some(row) = self.rows.iter().find(|r| r.name == name) else {
+            if let Some(flag) = peer::find(name) {
+                self.add_peer(flag, origin, &value);
+                return;
+            }
             let near = nearest(name, self.rows.iter().map(|r| r.name));
             let advice = near.and_then(|n| self.rows.iter().find(|r| r.name == n)).map(|row| {
                 let written = match &origin {
@@ -175,6 +180,22 @@ impl Merge {
             return;
         };
         self.given.insert(row.name, (origin, value));
+    }
+
+    /// A flag of the peer that is no setting: nothing, a warning or an error.
+    fn add_peer(&mut self, flag: &PeerFlag, origin: Origin, value: &Json) {
+        if !flag.asks(value) {
+            return;
+        }
+        match flag.fate {
+            Fate::Ignored => self.warnings.push(format!("{origin}: ignored: {}", flag.reason)),
+            Fate::Refused => self.errors.push(SettingsError {
+                origin,
+                name: flag.name.to_owned(),
+                message: "not supported".to_owned(),
+                advice: flag.reason.to_owned(),
+            }),
+        }
     }
 
     fn add_toml(&mut self, path: &Path, text: &str) {

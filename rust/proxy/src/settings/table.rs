@@ -53,6 +53,8 @@ settings! {
         shutdown_grace_period_secs: Duration = Duration::from_secs(180); unit(Unit::Secs); peer("180"); range(0.0, DAY),
         /// Headers that are read for a request's id, in order. Empty: x-request-id, x-correlation-id, x-trace-id, request-id.
         request_id_headers: Vec<String> = Vec::new(); peer("None"),
+        /// Origins whose pages may call the router from a browser, such as `https://a.example`; left out or `*`, all may.
+        cors_allowed_origins: Vec<String> = Vec::new(); peer("[]"),
         /// Key that clients must send as `Authorization: Bearer`.
         api_key: Option<Secret> = None; peer("None"),
     }
@@ -72,6 +74,8 @@ settings! {
         queue_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("60"); range(0.0, 30.0 * DAY),
         /// Most requests that are in work at once, whatever the ranks could take; -1 leaves it to admission.
         max_concurrent_requests: Cap = Cap(None); peer("-1"),
+        /// Requests that may start in a second, more of them wait; in a burst up to --max-concurrent-requests, else one second's worth. Left out, no limit.
+        rate_limit_tokens_per_second: Option<u32> = None; peer("None"); range(1.0, 1e9),
         /// Part of each KV pool that is kept free.
         kv_margin: f64 = 0.05; range(0.0, 0.9),
         /// Room for growth of a request that names no `max_new_tokens`, in tokens.
@@ -154,6 +158,8 @@ settings! {
         log_dir: Option<String> = None; peer("None"),
         /// Address of the Prometheus port.
         prometheus_host: String = "0.0.0.0".to_owned(); peer("0.0.0.0"),
+        /// Upper bounds of the time histograms, in seconds, ascending. Left out: 16 of them from 1 ms to 20 minutes.
+        prometheus_duration_buckets: Vec<f64> = Vec::new(); peer("None"),
         /// Port of the Prometheus metrics; they are served on the router's own port too. 0 leaves only that.
         prometheus_port: u16 = 29000; peer("29000"),
     }

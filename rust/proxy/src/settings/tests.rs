@@ -149,17 +149,11 @@ fn every_value_that_is_shown_reads_back_to_the_same_settings() {
 fn a_default_that_differs_from_the_peer_is_explained_in_the_help() {
     for row in rows() {
         let Some(peer) = row.peer else { continue };
-        let ours = match (&row.default, row.unit) {
-            (json, Unit::Secs | Unit::Millis) => {
-                let text = json.as_str().unwrap();
-                let d = parse_duration(text, row.unit).unwrap();
-                if row.unit == Unit::Secs { d.as_secs().to_string() } else { d.as_millis().to_string() }
-            }
-            (json, Unit::Bytes) => parse_bytes(json.as_str().unwrap()).unwrap().to_string(),
-            (serde_json::Value::Null, _) => "None".to_owned(),
-            (serde_json::Value::Bool(b), _) => if *b { "True" } else { "False" }.to_owned(),
-            (serde_json::Value::String(s), _) => s.clone(),
-            (other, _) => other.to_string(),
+        let ours = match row.bare_default() {
+            serde_json::Value::Null => "None".to_owned(),
+            serde_json::Value::Bool(on) => if on { "True" } else { "False" }.to_owned(),
+            serde_json::Value::String(text) => text,
+            other => other.to_string(),
         };
         // An empty list is the peer's None or [] alike.
         let same = ours == peer || (ours == "[]" && peer == "None");
@@ -250,4 +244,47 @@ fn the_reference_page_and_the_schema_hold_every_setting() {
         assert!(page.contains(&row.variable()), "{}", row.name);
         assert!(row.help.ends_with('.') && row.help.len() > 8, "{}: {}", row.name, row.help);
     }
+}
+
+#[test]
+fn a_flag_of_the_peer_says_nothing_by_default_and_is_ignored_or_refused_with_its_reason() {
+    for flag in PEER_FLAGS {
+        assert!(!rows().iter().any(|r| r.name == flag.name), "{} is a setting too", flag.name);
+        let by_default = match flag.default {
+            "False" => json!(false),
+            "[]" | "{}" => json!([]),
+            "None" => json!(null),
+            text => json!(text),
+        };
+        let quiet = Sources::default().flag(flag.name, by_default).load().unwrap();
+        assert_eq!(quiet.warnings, Vec::<String>::new(), "{}", flag.name);
+        let value = match flag.arity {
+            Arity::Switch => json!(true),
+            Arity::Many => json!(["a=b"]),
+            _ => json!("77"),
+        };
+        let asked = Sources::default().flag(flag.name, value);
+        match flag.fate {
+            Fate::Ignored => {
+                let loaded = asked.load().unwrap();
+                assert_eq!(loaded.settings, Settings::default());
+                assert_eq!(loaded.warnings, [format!("{}: ignored: {}", flag.flag(), flag.reason)]);
+            }
+            Fate::Refused => {
+                assert_eq!(fails(&asked), [format!("{}: not supported; {}", flag.flag(), flag.reason)]);
+            }
+        }
+    }
+    let same_number = Sources::default().flag("cache_threshold", "0.30").flag("history_backend", "none");
+    assert!(same_number.load().unwrap().warnings.is_empty());
+    let by_variable = Sources::default().env([("R3ROUTER_MCP_CONFIG_PATH", "x.yaml")]);
+    assert!(fails(&by_variable)[0].starts_with("R3ROUTER_MCP_CONFIG_PATH: not supported; "));
+}
+
+#[test]
+fn the_flags_page_has_every_flag_of_the_peer_once() {
+    let page = flags_page();
+    let lines: Vec<&str> = page.lines().filter(|l| l.starts_with("| `--")).collect();
+    assert_eq!(lines.len(), rows().iter().filter(|r| r.peer.is_some()).count() + PEER_FLAGS.len());
+    assert_eq!(lines.len(), 98);
 }

@@ -284,6 +284,18 @@ impl Value for Vec<String> {
     }
 }
 
+impl Value for Vec<f64> {
+    const ARITY: Arity = Arity::Many;
+    const METAVAR: &'static str = "X";
+    const EXPECTS: &'static str = "a list of numbers";
+    fn read(raw: &Json, unit: Unit) -> Result<Self, String> {
+        words(raw)?.into_iter().map(|w| f64::read(&Json::String(w), unit)).collect()
+    }
+    fn show(&self) -> Json {
+        json!(self)
+    }
+}
+
 impl Value for Vec<WorkerUrl> {
     const ARITY: Arity = Arity::Many;
     const METAVAR: &'static str = "URL";
