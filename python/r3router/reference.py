@@ -7,13 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from r3router.deploy import alerts, board, values
 from r3router.native import core
 
+CHART: Final = "deploy/helm/r3router"
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "python/SETTINGS.md": core.settings_page,
     "python/FLAGS.md": core.flags_page,
     "rust/ERRORS.md": core.errors_page,
     "rust/METRICS.md": core.metrics_page,
+    f"{CHART}/values.schema.json": values.page,
+    f"{CHART}/files/alerts.yaml": alerts.page,
+    f"{CHART}/files/dashboard.json": board.page,
 }
 
 BEGIN: Final = "<!-- incident table: written by `make readme-table` -->"
@@ -29,6 +34,7 @@ def write(root: Path) -> list[str]:
     """Writes the pages that differ, and returns their names."""
     names = drifted(root)
     for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(PAGES[name](), "utf-8")
     return names
 

@@ -59,8 +59,6 @@ def test_the_table_goes_between_the_markers_and_nothing_else_changes():
 
 
 def test_a_page_that_differs_is_found_and_written(tmp_path: Path):
-    for name in PAGES:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
     assert drifted(tmp_path) == list(PAGES)
     assert write(tmp_path) == list(PAGES)
     page = tmp_path / "python" / "SETTINGS.md"
