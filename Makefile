@@ -14,9 +14,11 @@ ROOT := $(CURDIR)
 ifdef R3ROUTER_CACHE
 VENV := $(R3ROUTER_CACHE)/venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PEERS := $(R3ROUTER_CACHE)/peers
+TOOLS := $(R3ROUTER_CACHE)/deploy-tools
 else
 VENV := $(ROOT)/.venv
 PEERS := $(ROOT)/.venv-peers
+TOOLS := $(ROOT)/.deploy-tools
 endif
 BIN := $(VENV)/bin
 TARGET := $(or $(CARGO_TARGET_DIR),$(ROOT)/target)
@@ -24,6 +26,10 @@ SEEDS ?= 10000
 export R3ROUTER_SIM_SEEDS := $(SEEDS)
 # The package of this clone, whichever clone an environment in R3ROUTER_CACHE was last built from.
 export PYTHONPATH := $(ROOT)/python
+# Where the tests of deploy/ find helm, kustomize and promtool.
+export R3ROUTER_DEPLOY_TOOLS := $(TOOLS)/bin
+HELM := helm.sh/helm/v3/cmd/helm@v3.20.2
+KUSTOMIZE := sigs.k8s.io/kustomize/kustomize/v5@v5.7.1
 # The peers that the demo and the benchmarks run beside ours; each gets an environment of its own, since two of them ship
 # a script of the same name.
 PEER_sglang-router := sglang-router==0.3.2
@@ -70,6 +76,37 @@ test-sglang: build ## Tests against real SGLang engines on the CPU; builds their
 	$(call say,Testing against real SGLang engines)
 	"$(BIN)/python" -m pytest --quiet -x tests/sglang
 
+.PHONY: deploy-tools
+deploy-tools: $(STAMP) $(TOOLS)/bin/helm $(TOOLS)/bin/kustomize $(TOOLS)/bin/promtool ## Get helm and kustomize (Go), promtool (Debian) and the schemas (PyPI).
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check "kubernetes-validate>=1.30" "pyyaml>=6"
+
+# Minutes each, once: what a cluster's tools are built of is large.
+$(TOOLS)/bin/helm:
+	$(call say,Building $(HELM))
+	GOBIN="$(TOOLS)/bin" go install -ldflags "-s -w" "$(HELM)"
+
+$(TOOLS)/bin/kustomize:
+	$(call say,Building $(KUSTOMIZE))
+	GOBIN="$(TOOLS)/bin" go install -ldflags "-s -w" "$(KUSTOMIZE)"
+
+# Taken out of Debian's package; nothing is installed.
+$(TOOLS)/bin/promtool:
+	$(call say,Getting promtool)
+	mkdir -p "$(TOOLS)/bin" "$(TOOLS)/prometheus"
+	cd "$(TOOLS)/prometheus" && { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; } \
+		&& dpkg --fsys-tarfile prometheus_*.deb | tar --extract --to-stdout ./usr/bin/promtool > promtool
+	install -m 0755 "$(TOOLS)/prometheus/promtool" "$@"
+	rm -r "$(TOOLS)/prometheus"
+
+.PHONY: deploy-check
+deploy-check: build deploy-tools ## Chart, kustomizations, examples, rules and image, all of them: nothing is skipped.
+	$(call say,Checking deploy/)
+	R3ROUTER_DEPLOY_REQUIRED=1 "$(BIN)/python" -m pytest --quiet -n 2 tests/deploy
+
+.PHONY: deploy-golden
+deploy-golden: build deploy-tools ## Write tests/deploy/golden from what is rendered now.
+	R3ROUTER_DEPLOY_REQUIRED=1 R3ROUTER_DEPLOY_WRITE=1 "$(BIN)/python" -m pytest --quiet tests/deploy -k renders_as_before
+
 .PHONY: lint
 lint: build ## Formatting, clippy, rustdoc, ruff, mypy, stubs.
 	$(call say,rustfmt)
@@ -93,25 +130,13 @@ bench: build ## Core and end-to-end benchmarks, ours and sglang-router in turn; 
 	cargo bench --no-run --quiet --profile fast -p r3router-core --bench admission
 	R3ROUTER_PEERS="$(PEERS)" "$(BIN)/python" benches/run.py --write
 
-# Beside the environment, not in it: the tests run without them. NIXL comes without torch and works without a GPU; where it cannot be
-# installed its rows say so.
-R3CLIENTS := $(VENV)/r3-clients
-.PHONY: bench-r3
-bench-r3: build ## R3 in the reply against R3 by reference, clients and router; writes benches/results/r3.md.
-	$(call say,Benchmark: R3 in the reply and by reference)
-	[ -e "$(R3CLIENTS)/.done" ] || { "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --upgrade \
-		--target "$(R3CLIENTS)" httpx pybase64 uvloop && touch "$(R3CLIENTS)/.done"; }
-	-[ -e "$(R3CLIENTS)/nixl_cu12" ] || "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps \
-		--target "$(R3CLIENTS)" 'nixl-cu12>=1.0'
-	PYTHONPATH="$(PYTHONPATH):$(R3CLIENTS)" "$(BIN)/python" benches/r3.py --write
-
 .PHONY: bench-window
 bench-window: build ## Hold the computed window to its targets over the scenarios; writes benches/results/window.md.
 	$(call say,Sweeping the scenarios in virtual time)
 	"$(BIN)/python" -m r3router simulate --sweep tests/sim/scenarios --write benches/results/window.md
 
 .PHONY: docs
-docs: build ## Write the pages that are made from the code (settings, errors).
+docs: build ## Write what is made from the code (settings, errors, metrics, the chart's schema, alerts, dashboard).
 	$(call say,Writing the reference pages)
 	"$(BIN)/python" -m r3router.reference --write
 

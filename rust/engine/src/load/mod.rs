@@ -4,7 +4,6 @@ pub mod backend;
 mod histogram;
 pub mod relay;
 mod reply;
-mod yardstick;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,8 +13,6 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-
-pub use yardstick::decode_seconds;
 
 use histogram::Histogram;
 use reply::ReplyReader;

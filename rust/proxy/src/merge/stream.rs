@@ -105,8 +105,7 @@ where
         out: VecDeque::new(),
         account: Account::default(),
         error: None,
-        // What one engine sends in-line is its own affair.
-        settled: !(plan.routed_experts || plan.indexer_topk) || (plan.unsplit && !(plan.by_ref && plan.routed_experts)),
+        settled: !(plan.routed_experts || plan.indexer_topk),
         echoed: false,
         ended: false,
         plan,

@@ -1,0 +1,1 @@
+"""What runs r3router on a cluster, without a cluster."""
