@@ -63,6 +63,9 @@ pub fn error_reply(error: &Error) -> Reply {
     let mut reply = json_reply(error.http_status(), &error_json(error));
     let headers = reply.headers_mut();
     headers.insert(ERROR_CODE, HeaderValue::from_static(error.kind.code()));
+    if let Some(methods) = allowed(error).and_then(|m| HeaderValue::from_str(&m).ok()) {
+        headers.insert(header::ALLOW, methods);
+    }
     if let Some(after) = error.retry_after {
         // Whole seconds, rounded up: coming back early would meet the same limit.
         let secs = after.as_secs() + u64::from(after.subsec_nanos() > 0);
@@ -96,11 +99,17 @@ pub fn wrong_method(method: &http::Method, path: &str, takes: &'static str) -> E
         .advise(format!("use {takes}"))
 }
 
+/// The methods that [`wrong_method`] advises, as the header `allow` that a 405 must have.
+fn allowed(error: &Error) -> Option<String> {
+    let advice = error.advice.as_deref().filter(|_| error.kind == Kind::MethodNotAllowed)?;
+    Some(advice.strip_prefix("use ")?.replace(" or ", ", "))
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
-    use super::{ERROR_CODE, error_json, error_reply};
+    use super::{ERROR_CODE, error_json, error_reply, wrong_method};
     use r3router_core::error::{Error, Kind, Source};
 
     #[test]
@@ -119,5 +128,12 @@ mod tests {
         assert_eq!(reply.status(), 429);
         assert_eq!(reply.headers()[ERROR_CODE], "queue_full");
         assert_eq!(reply.headers()["retry-after"], "2");
+    }
+
+    #[test]
+    fn a_wrong_method_says_which_are_right_in_the_header_too() {
+        let reply = error_reply(&wrong_method(&http::Method::PATCH, "/workers", "GET or POST"));
+        assert_eq!(reply.status(), 405);
+        assert_eq!(reply.headers()["allow"], "GET, POST");
     }
 }

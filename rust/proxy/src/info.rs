@@ -1,4 +1,4 @@
-//! Routes that answer with engines' own data: health, model and server info, loads, metrics, and calls that any engine can take.
+//! Routes that answer with engines' own data: health, model and server info, loads, metrics.
 use std::fmt::Write as _;
 use std::sync::Arc;
 
@@ -29,22 +29,9 @@ pub const PROXIED: [&str; 8] = [
     "/get_weight_version",
     "/weight_version",
 ];
-/// POST routes that any engine answers, in PD mode too.
-pub const ANY_ENGINE: [&str; 4] = ["/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"];
-/// POST routes that only regular engines answer.
-pub const REGULAR_ONLY: [&str; 9] = [
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/rerank",
-    "/v1/score",
-    "/v1/classify",
-    "/classify",
-    "/encode",
-    "/v1/responses",
-    "/v1/messages",
-];
 
-fn no_workers(what: &str) -> Error {
+/// No worker that could answer.
+pub(crate) fn no_workers(what: &str) -> Error {
     Error::new(Kind::NoWorkers, Source::Router, format!("no {what} worker is active"))
         .advise("register one with POST /workers; GET /workers shows the state of each")
         .retry_after(std::time::Duration::from_secs(1))
@@ -111,7 +98,8 @@ async fn asked(app: &App, worker: &Worker, call: &Call) -> Result<Answer, Error>
     })
 }
 
-fn relayed(answer: Answer) -> Reply {
+/// An engine's answer as the client's reply.
+pub(crate) fn relayed(answer: Answer) -> Reply {
     let mut reply = http::Response::new(ReplyBody::from(answer.body));
     *reply.status_mut() = http::StatusCode::from_u16(answer.status).unwrap_or(http::StatusCode::BAD_GATEWAY);
     if let Some(content_type) = answer.content_type {
@@ -123,7 +111,7 @@ fn relayed(answer: Answer) -> Reply {
 /// Sends a call to one engine and relays its answer.
 ///
 /// # Errors
-/// `NoWorkers`, `Connect`; 501 for routes that PD engines cannot answer.
+/// `NoWorkers`, `Connect`.
 pub async fn proxied(
     app: &Arc<App>,
     method: &Method,
@@ -131,12 +119,6 @@ pub async fn proxied(
     headers: &HeaderMap,
     body: Bytes,
 ) -> Result<Reply, Error> {
-    let path = uri.path();
-    if app.settings.pd_disaggregation && REGULAR_ONLY.contains(&path) {
-        return Err(Error::new(Kind::NotFound, Source::Client, format!("{path} is not served in PD mode"))
-            .with_status(501)
-            .advise("send it to a router of regular workers"));
-    }
     let worker = any_engine(app)?;
     let mut call = Call {
         method: method.clone(),

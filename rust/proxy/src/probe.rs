@@ -124,11 +124,16 @@ pub async fn probe(q: &Question<'_>) -> Result<Found, NotFound> {
         (&info, "disaggregation_mode"),
         (&info, "load_balance_method"),
         (&model, "weight_version"),
+        (&model, "model_type"),
+        (&info, "tp_size"),
+        (&info, "dp_size"),
     ] {
         if let Some(value) = from.get(name)
             && !value.is_null()
         {
-            found.labels.insert(name.to_owned(), value.clone());
+            // Texts, as labels are.
+            let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            found.labels.insert(name.to_owned(), text.into());
         }
     }
     Ok(found)

@@ -140,7 +140,7 @@ fn show(app: &App, entry: &Entry) -> Value {
     } else if let Some(port) = registration.bootstrap_port {
         object.insert("bootstrap_port".into(), port.into());
     }
-    for (name, value) in &registration.extra {
+    for (name, value) in &state.extra {
         object.insert(name.clone(), value.clone());
     }
     let _ = app;
@@ -182,7 +182,7 @@ pub async fn handle(app: &Arc<App>, method: &Method, uri: &Uri, body: Bytes) -> 
         }
         _ => {
             let id = decode_percent(path.strip_prefix("/workers/")?);
-            by_id(app, method, path, &id)
+            by_id(app, method, path, &id, &body)
         }
     };
     Some(reply)
@@ -214,7 +214,7 @@ fn unknown(id: &str) -> Error {
         .advise("GET /workers lists them")
 }
 
-fn by_id(app: &Arc<App>, method: &Method, path: &str, id: &str) -> Result<Reply, Error> {
+fn by_id(app: &Arc<App>, method: &Method, path: &str, id: &str, body: &[u8]) -> Result<Reply, Error> {
     let entry = app.registry.find(id).ok_or_else(|| unknown(id))?;
     match *method {
         Method::GET => Ok(json_reply(200, &show(app, &entry))),
@@ -226,8 +226,29 @@ fn by_id(app: &Arc<App>, method: &Method, path: &str, id: &str) -> Result<Reply,
                 &json!({ "status": "accepted", "worker_id": entry.id, "state": "removed", "message": message }),
             ))
         }
-        _ => Err(wrong_method(method, path, "GET or DELETE")),
+        Method::PUT => change(&entry, body),
+        _ => Err(wrong_method(method, path, "GET or PUT or DELETE")),
     }
+}
+
+/// `PUT /workers/{id}`: new values for what is kept and shown. What decides how an engine is asked is fixed by its registration.
+fn change(entry: &Arc<Entry>, body: &[u8]) -> Result<Reply, Error> {
+    const ADVICE: &str = "send {\"priority\"?: 50, \"cost\"?: 1.0, \"labels\"?: {…}}; for the rest delete the worker and register it again";
+    let fields: Map<String, Value> =
+        serde_json::from_slice(body).map_err(|e| invalid(format!("the body is no JSON object: {e}"), ADVICE))?;
+    for (name, value) in &fields {
+        let right = match name.as_str() {
+            "priority" => value.is_u64(),
+            "cost" => value.is_number(),
+            "labels" => value.is_object(),
+            _ => return Err(invalid(format!("{name} of a registered worker cannot be changed"), ADVICE)),
+        };
+        if !right {
+            return Err(invalid(format!("{name} cannot be {value}"), ADVICE));
+        }
+    }
+    entry.change(|state| state.extra.extend(fields));
+    Ok(json_reply(202, &json!({ "status": "accepted", "worker_id": entry.id, "message": "changed" })))
 }
 
 fn remove(app: &App, entry: &Arc<Entry>) {

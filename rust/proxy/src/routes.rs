@@ -12,7 +12,7 @@ use crate::app::App;
 use crate::context::{Count, REQUEST_ID, request_id};
 use crate::errors::{Reply, bytes_reply, error_reply, json_reply, not_found, wrong_method};
 use crate::generate::{self, Head};
-use crate::{abort, auth, control, info, objects, receive, registration};
+use crate::{abort, auth, control, info, objects, passthrough, receive, registration};
 
 /// The engine route of a path.
 fn engine_route(path: &str) -> Option<Route> {
@@ -27,10 +27,17 @@ fn engine_route(path: &str) -> Option<Route> {
 /// Answers one request.
 pub async fn answer(app: Arc<App>, request: Request<Incoming>) -> Reply {
     let origin = request.headers().get(header::ORIGIN).cloned();
+    // Generation and what is passed through count themselves under an id; every other answer gets one here.
+    let route = engine_route(request.uri().path());
+    let counted = route.is_some() && request.method() == Method::POST;
+    let id = (!counted).then(|| request_id(&app, route, request.headers()));
     let mut reply = match app.cors.preflight(request.method(), request.headers()) {
         Some(reply) => reply,
         None => routed(&app, request).await,
     };
+    if let Some(id) = id {
+        reply.headers_mut().entry(REQUEST_ID).or_insert(id);
+    }
     if let Some(origin) = origin {
         app.cors.mark(&origin, &mut reply);
     }
@@ -77,7 +84,11 @@ async fn other(app: &Arc<App>, request: Request<Incoming>) -> Result<Reply, Erro
     let (parts, incoming) = request.into_parts();
     let (method, uri, headers) = (&parts.method, &parts.uri, &parts.headers);
     let path = uri.path();
+    let reads = matches!(*method, Method::GET | Method::HEAD);
     match path {
+        "/health" | "/liveness" | "/readiness" | "/ready" | "/metrics" if !reads => {
+            return Err(wrong_method(method, path, "GET or HEAD"));
+        }
         "/health" | "/liveness" => return Ok(ok()),
         "/readiness" | "/ready" => return Ok(info::readiness(app)),
         "/metrics" => return Ok(info::metrics(app)),
@@ -107,10 +118,17 @@ async fn other(app: &Arc<App>, request: Request<Incoming>) -> Result<Reply, Erro
             _ => Err(wrong_method(method, path, "POST")),
         },
         _ if info::PROXIED.contains(&path) => info::proxied(app, method, uri, headers, body).await,
-        _ if info::ANY_ENGINE.contains(&path) || info::REGULAR_ONLY.contains(&path) => match *method {
-            Method::POST => info::proxied(app, method, uri, headers, body).await,
+        _ if passthrough::ANY_ENGINE.contains(&path) || passthrough::REGULAR_ONLY.contains(&path) => match *method {
+            Method::POST => {
+                app.drain.check()?;
+                let count = Arc::new(Count::start(app, None, request_id(app, None, headers)));
+                Ok(passthrough::handle(app, uri, headers, body, count).await)
+            }
             _ => Err(wrong_method(method, path, "POST")),
         },
+        _ if path.starts_with(passthrough::RESPONSES) => {
+            passthrough::of_response(app, method, uri, headers, &body).await
+        }
         _ => match registration::handle(app, method, uri, body).await {
             Some(reply) => reply,
             None => Err(not_found(path)),
@@ -122,8 +140,9 @@ async fn other(app: &Arc<App>, request: Request<Incoming>) -> Result<Reply, Erro
 fn routes() -> serde_json::Value {
     json!({
         "generate": ["/generate", "/v1/chat/completions", "/v1/completions"],
-        "any_engine": info::ANY_ENGINE,
-        "regular_engines_only": info::REGULAR_ONLY,
+        "any_engine": passthrough::ANY_ENGINE,
+        "regular_engines_only": passthrough::REGULAR_ONLY,
+        "responses": ["/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"],
         "health": ["/health", "/liveness", "/readiness", "/health_generate"],
         "info": info::PROXIED,
         "loads": ["/v1/loads", "/get_loads", "/engine_metrics", "/metrics"],

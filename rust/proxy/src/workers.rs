@@ -76,6 +76,8 @@ pub struct State {
     pub ejected: bool,
     /// When the phase was entered.
     pub since: Instant,
+    /// `model_id`, `labels`, `priority`, `cost` as registered or changed since.
+    pub extra: Map<String, Value>,
 }
 
 /// A registered engine.
@@ -178,6 +180,7 @@ impl Registry {
             entries.remove(at);
         }
         let (phase, _) = watch::channel(Phase::Pending);
+        let extra = registration.extra.clone();
         let entry = Arc::new(Entry {
             id: new_id(),
             registration,
@@ -189,6 +192,7 @@ impl Registry {
                 found: None,
                 ejected: false,
                 since: Instant::now(),
+                extra,
             }),
             phase,
         });

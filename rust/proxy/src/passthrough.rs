@@ -1,0 +1,283 @@
+//! Calls that one engine serves by itself and that hold no KV beyond their end: embeddings, scores, ranks, responses, tokens. The body goes
+//! as it came and the reply comes as it is, piece by piece; admission is not asked.
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, Method, Uri, header};
+use http_body::{Body, Frame, SizeHint};
+use r3router_core::error::{Error, Kind, Source};
+use r3router_core::topology::Role;
+use serde::de::IgnoredAny;
+use serde_json::Value;
+use tokio::time::{Sleep, timeout_at};
+
+use crate::app::App;
+use crate::attempts::strip_hop_by_hop;
+use crate::body::ReplyBody;
+use crate::context::{Count, REQUEST_ID, forwarded};
+use crate::control::broadcast;
+use crate::errors::{Reply, error_reply};
+use crate::info::no_workers;
+use crate::leg::{LegBody, fault_error};
+use crate::metrics::LegResult;
+use crate::relay::ClientBody;
+use crate::upstream::{Call, Fault};
+use crate::worker::Worker;
+use crate::{generate, rerank};
+
+/// POST routes that any engine answers, in PD mode too.
+pub const ANY_ENGINE: [&str; 4] = ["/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"];
+/// POST routes that only regular engines answer.
+pub const REGULAR_ONLY: [&str; 9] = [
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/rerank",
+    "/v1/score",
+    "/v1/classify",
+    "/classify",
+    "/encode",
+    "/v1/responses",
+    "/v1/messages",
+];
+/// What `GET /v1/responses/{id}` and the like begin with: the engine that made a response keeps it.
+pub const RESPONSES: &str = "/v1/responses/";
+
+/// Fails in PD mode: no pair of engines serves `path`.
+///
+/// # Errors
+/// 501.
+pub fn regular_only(app: &App, path: &str) -> Result<(), Error> {
+    if !app.settings.pd_disaggregation {
+        return Ok(());
+    }
+    Err(Error::new(Kind::NotFound, Source::Client, format!("{path} is not served in PD mode"))
+        .with_status(501)
+        .advise("send it to a router of regular workers"))
+}
+
+/// Sends a POST to the least busy engine and relays its answer.
+pub async fn handle(app: &Arc<App>, uri: &Uri, headers: &HeaderMap, body: Bytes, count: Arc<Count>) -> Reply {
+    let mut reply = match run(app, uri, headers, body, &count).await {
+        Ok(reply) => reply,
+        Err(error) => {
+            count.failed(error.kind, error.http_status());
+            error_reply(&error)
+        }
+    };
+    reply.headers_mut().insert(REQUEST_ID, count.id().clone());
+    reply
+}
+
+async fn run(app: &Arc<App>, uri: &Uri, headers: &HeaderMap, body: Bytes, count: &Arc<Count>) -> Result<Reply, Error> {
+    let path = uri.path();
+    if REGULAR_ONLY.contains(&path) {
+        regular_only(app, path)?;
+    }
+    an_object(&body)?;
+    let ranking = rerank::wanted(path, &body);
+    let mut call = Call {
+        method: Method::POST,
+        uri: if ranking.is_some() { Uri::from_static(rerank::ENGINE_PATH) } else { uri.clone() },
+        headers: forwarded(headers),
+        pieces: Arc::from([body]),
+    };
+    // As with generation: where the router does not check clients itself, their key is the engines' business.
+    if app.client_key.is_none()
+        && let Some(key) = headers.get(header::AUTHORIZATION)
+    {
+        call.headers.insert(header::AUTHORIZATION, key.clone());
+    }
+    count.dispatched(Duration::ZERO);
+    let mut passed = sent(app, &call, count).await?;
+    let status = passed.body.status();
+    let mut reply_headers = std::mem::take(passed.body.headers_mut());
+    strip_hop_by_hop(&mut reply_headers);
+    if let Some(ranking) = ranking.filter(|_| status.is_success()) {
+        let ranks = passed.collect().await?;
+        let wrapped = ranking.wrap(ranks);
+        count.bytes(wrapped.len() as u64);
+        count.outcome(crate::metrics::ClientOutcome::Ok, status.as_u16());
+        return Ok(generate::reply(status, reply_headers, ReplyBody::from(wrapped)));
+    }
+    let body = ReplyBody::Stream(Box::new(ClientBody::new(passed, Arc::clone(count), status.as_u16())));
+    Ok(generate::reply(status, reply_headers, body))
+}
+
+/// Sends to one engine after the other until one can be reached.
+async fn sent(app: &Arc<App>, call: &Call, count: &Count) -> Result<Passed, Error> {
+    let mut workers = app.registry.active();
+    workers.sort_by_key(|w| (w.role == Role::Decode, w.open.load(Ordering::Relaxed)));
+    let deadline = count.arrived() + app.settings.request_timeout_secs;
+    let mut last = no_workers("any");
+    for worker in workers.into_iter().take(app.settings.attempts() as usize) {
+        let mut leg = Leg::start(&worker);
+        let call = call.clone().with_key(worker.key.as_ref());
+        match timeout_at(deadline.into(), worker.pool.send(&call)).await {
+            Ok(Ok(exchange)) => {
+                leg.result = match exchange.head.status.as_u16() {
+                    500.. => LegResult::Server,
+                    400.. => LegResult::Rejected,
+                    _ => LegResult::Ok,
+                };
+                let body = LegBody::new(exchange, worker, app.clock);
+                return Ok(Passed { body, leg, over: Box::pin(tokio::time::sleep_until(deadline.into())) });
+            }
+            Ok(Err(fault)) => {
+                last = fault_error(worker.role, &worker.url, &fault);
+                if !matches!(fault, Fault::Connect(_)) {
+                    // It may have been served: a second engine would serve it twice.
+                    leg.result = LegResult::Reset;
+                    return Err(last);
+                }
+                leg.result = LegResult::Connect;
+                app.suspect(&worker);
+            }
+            Err(_) => {
+                leg.result = LegResult::Deadline;
+                return Err(overdue(app, &worker));
+            }
+        }
+    }
+    Err(last)
+}
+
+fn overdue(app: &App, worker: &Worker) -> Error {
+    let limit = app.settings.request_timeout_secs.as_secs_f64();
+    Error::new(Kind::RequestTimeout, Source::Router, "no whole answer within --request-timeout-secs")
+        .with_limit(limit, limit)
+        .at_worker(&*worker.url)
+}
+
+/// Counts a call that is open on an engine.
+struct Leg {
+    worker: Arc<Worker>,
+    result: LegResult,
+}
+
+impl Leg {
+    fn start(worker: &Arc<Worker>) -> Self {
+        worker.leg_started();
+        Self { worker: Arc::clone(worker), result: LegResult::Cancelled }
+    }
+}
+
+impl Drop for Leg {
+    fn drop(&mut self) {
+        self.worker.leg_ended(self.result);
+    }
+}
+
+/// An engine's reply on its way to the client.
+struct Passed {
+    body: LegBody,
+    leg: Leg,
+    over: Pin<Box<Sleep>>,
+}
+
+impl Passed {
+    async fn collect(mut self) -> Result<Bytes, Error> {
+        const MOST: usize = 64 << 20;
+        let worker = Arc::clone(self.body.worker());
+        self.body.collect(MOST).await.map_err(|fault| {
+            self.leg.result = LegResult::Reset;
+            fault_error(worker.role, &worker.url, &fault)
+        })
+    }
+}
+
+impl Body for Passed {
+    type Data = Bytes;
+    type Error = Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        let name = Arc::clone(&self.leg.worker.url);
+        if self.over.as_mut().poll(cx).is_ready() {
+            self.leg.result = LegResult::Deadline;
+            let error = Error::new(Kind::RequestTimeout, Source::Router, "the reply was not whole in time");
+            return Poll::Ready(Some(Err(error.at_worker(&*name))));
+        }
+        match std::task::ready!(self.body.poll_piece(cx)) {
+            Some(Ok(piece)) => Poll::Ready(Some(Ok(Frame::data(piece)))),
+            Some(Err(fault)) => {
+                self.leg.result = LegResult::Reset;
+                Poll::Ready(Some(Err(fault_error(self.leg.worker.role, &name, &fault))))
+            }
+            None => Poll::Ready(None),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// Asks every engine for a response that one of them keeps; the first that knows it answers.
+///
+/// # Errors
+/// 501 in PD mode, `NoWorkers`.
+pub async fn of_response(
+    app: &Arc<App>,
+    method: &Method,
+    uri: &Uri,
+    headers: &HeaderMap,
+    body: &Bytes,
+) -> Result<Reply, Error> {
+    regular_only(app, uri.path())?;
+    let told = broadcast(app, method, uri, headers, body).await;
+    let best = told.into_iter().min_by_key(|t| match &t.answer {
+        Ok(answer) if answer.ok() => 0,
+        Ok(answer) if answer.status != 404 => 1,
+        Ok(_) => 2,
+        Err(_) => 3,
+    });
+    let Some(best) = best else { return Err(no_workers("regular")) };
+    match best.answer {
+        Ok(answer) => Ok(crate::info::relayed(answer)),
+        Err(error) => Err(Error::new(Kind::Connect, Source::Decode, error.to_string()).at_worker(&*best.worker.url)),
+    }
+}
+
+/// Fails unless the body is one JSON object. Its strings are not looked into: what an engine takes, the router lets through.
+fn an_object(body: &[u8]) -> Result<(), Error> {
+    if let Err(error) = serde_json::from_slice::<IgnoredAny>(body) {
+        let lines = body.split(|b| *b == b'\n').take(error.line().saturating_sub(1));
+        let at = lines.map(|line| line.len() + 1).sum::<usize>() + error.column();
+        let mut refused =
+            Error::new(Kind::InvalidJson, Source::Client, format!("the body is not JSON: {error}")).advise("send JSON");
+        refused.measured = Some(at.min(body.len()) as f64);
+        return Err(refused);
+    }
+    if body.trim_ascii_start().first() == Some(&b'{') {
+        return Ok(());
+    }
+    Err(Error::new(Kind::InvalidJson, Source::Client, "the body is JSON but no object").advise("send an object"))
+}
+
+/// A member of a body that is an object.
+pub(crate) fn member(body: &[u8], name: &str) -> Option<Value> {
+    serde_json::from_slice::<Value>(body).ok()?.get_mut(name).map(Value::take)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::an_object;
+
+    #[test]
+    fn a_body_that_is_no_json_object_is_told_with_its_place_and_odd_strings_pass() {
+        for good in [&b"{}"[..], b" \n{\"a\": \"\\ud800\"}", b"{\"a\": [1, {\"b\": null}]}"] {
+            assert!(an_object(good).is_ok(), "{good:?}");
+        }
+        for (bad, at) in [(&b""[..], 0.0), (b"{\"text\": ", 9.0), (b"{\n\"a\": x}", 8.0), (b"{}x", 3.0)] {
+            let error = an_object(bad).unwrap_err();
+            assert_eq!((error.http_status(), error.measured), (400, Some(at)), "{bad:?}");
+        }
+        for other in [&b"[]"[..], b"5", b"null", b"\"{\""] {
+            assert!(an_object(other).unwrap_err().message.contains("no object"), "{other:?}");
+        }
+    }
+}
