@@ -71,6 +71,11 @@ test: build ## All tests, no GPU: cargo (SEEDS simulated fleets) and pytest.
 	"$(BIN)/python" -m pytest --quiet -m alone
 	"$(BIN)/python" -m pytest --quiet -n 2 --dist worksteal -m "not alone"
 
+.PHONY: test-dropin
+test-dropin: build peer-sglang-router ## The same calls against sglang-router 0.3.2 and r3router: equal but for the listed differences.
+	$(call say,Comparing with sglang-router 0.3.2)
+	R3ROUTER_PEERS="$(PEERS)" "$(BIN)/python" -m pytest --quiet tests/dropin tests/python/test_launch_router.py
+
 .PHONY: test-sglang
 test-sglang: build ## Tests against real SGLang engines on the CPU; builds their environment (about 5 GB) when it is missing.
 	$(call say,Testing against real SGLang engines)
