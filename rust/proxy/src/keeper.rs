@@ -91,6 +91,7 @@ async fn find(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, old: Option<
             health: &app.settings.health_check_endpoint,
             health_limit: app.settings.health_check_timeout_secs,
             mamba_slots_per_request: app.settings.mamba_slots_per_request,
+            waiting_timeout: app.settings.engine_waiting_timeout_secs,
         };
         let failed = tokio::select! {
             found = probe(&question) => match found {

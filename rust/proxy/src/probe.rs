@@ -34,6 +34,8 @@ pub struct Question<'a> {
     pub health_limit: Duration,
     /// Mamba slots per request, when the settings name them.
     pub mamba_slots_per_request: Option<u32>,
+    /// The engines' `SGLANG_DISAGGREGATION_WAITING_TIMEOUT`.
+    pub waiting_timeout: Duration,
 }
 
 /// What was found.
@@ -234,7 +236,7 @@ fn read_info(q: &Question<'_>, info: &Value) -> Found {
             reserved_decode_tokens: count(info, "num_reserved_decode_tokens").map(|p| p as u32),
             chunked_prefill_size: count(info, "chunked_prefill_size").map(|p| p as u32),
             max_input_tokens: count(info, "max_req_input_len"),
-            waiting_timeout: None,
+            waiting_timeout: Some(q.waiting_timeout),
             allocation: match info.get("disaggregation_decode_allocation_policy").and_then(Value::as_str) {
                 Some("prefill_complete") => Allocation::PrefillComplete,
                 _ => Allocation::Early,
@@ -300,9 +302,13 @@ async fn ask_bootstrap(q: &Question<'_>, found: &mut Found) {
 
 #[cfg(test)]
 mod tests {
-    use super::{slots_per_request, version};
+    use super::{Question, read_info, slots_per_request, version};
     use r3router_core::topology::Role;
     use serde_json::json;
+    use std::time::Duration;
+
+    use crate::address::Address;
+    use crate::upstream::Pool;
 
     #[test]
     fn versions_with_suffixes_are_read() {
@@ -322,5 +328,23 @@ mod tests {
         let radix = json!({"mamba_radix_cache_strategy": "extra_buffer_lazy", "disaggregation_decode_enable_radix_cache": true});
         assert_eq!(slots_per_request(Role::Decode, Some((0, 5, 23)), &radix), 3);
         assert_eq!(slots_per_request(Role::Decode, None, &json!({})), 1);
+    }
+
+    #[test]
+    fn admission_is_told_the_engines_waiting_timeout() {
+        let address = Address::parse("http://127.0.0.1:1").expect("an address");
+        let pool = Pool::new(address, Duration::ZERO, Duration::from_secs(2));
+        let question = Question {
+            pool: &pool,
+            role: Role::Decode,
+            key: None,
+            bootstrap_port: None,
+            health: "/health",
+            health_limit: Duration::from_secs(5),
+            mamba_slots_per_request: None,
+            waiting_timeout: Duration::from_secs(30),
+        };
+        let found = read_info(&question, &json!({"version": "0.5.17"}));
+        assert_eq!(found.facts.waiting_timeout, Some(Duration::from_secs(30)));
     }
 }

@@ -82,6 +82,8 @@ settings! {
         default_max_new_tokens: u32 = 4096; range(1.0, 1e7),
         /// Mamba state slots that one request takes. Left out: from the engine's version and flags.
         mamba_slots_per_request: Option<u32> = None; range(1.0, 64.0),
+        /// `SGLANG_DISAGGREGATION_WAITING_TIMEOUT` of the engines, which they do not tell: a request may wait a quarter of it on a prefill rank, and routing payloads may take a tenth of it to leave an engine.
+        engine_waiting_timeout_secs: Duration = Duration::from_secs(300); unit(Unit::Secs); range(1.0, DAY),
         /// Pause between polls of an engine's load.
         poll_interval_ms: Duration = Duration::from_millis(200); unit(Unit::Millis); range(5.0, 60_000.0),
         /// How long prefill may take to deliver KV after a request was sent. Above the engine's own 300 s, so that the engine's message comes first.
