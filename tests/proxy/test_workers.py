@@ -250,3 +250,14 @@ async def test_a_restarted_engine_behind_the_same_address_is_a_new_generation(la
         await asyncio.sleep(0.05)
     assert statuses([await client.generate(**GENERATE) for _ in range(10)]) == {200: 10}
     await router.zero_check()
+
+
+async def test_a_switch_lists_one_worker_a_rank_and_its_id_removes_the_engine(lab: Lab) -> None:
+    fleet, _, client = await lab.serve("--list-ranks", prefill={"dp_size": 2}, decode={"dp_size": 4})
+    workers = await listed(client)
+    assert [w["url"] for w in workers] == [f"{e.url}@{rank}" for e in fleet.engines for rank in range(e.dp_size)]
+    assert {(w["base_url"], w["id"]) for w in workers} == {
+        (w["base_url"], workers[0 if w["worker_type"] == "prefill" else 2]["id"]) for w in workers
+    }
+    assert 200 <= (await client.delete(f"/workers/{workers[-1]['id']}")).status < 300
+    assert [w["url"] for w in await listed(client)] == [f"{fleet.p.url}@{rank}" for rank in range(2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,3 +158,46 @@ async def test_aiohttp_reads_every_merged_reply_as_json(router: str) -> None:
         for path in ("/workers", "/v1/loads", "/get_loads", "/v1/models", "/server_info", "/model_info", "/readiness"):
             async with session.get(path) as reply:
                 assert await reply.json(), path
+
+
+async def test_what_a_serving_benchmark_asks_for(router: str) -> None:
+    """The calls of `sglang.bench_serving`: information, a flush, and streams whose events it times and counts."""
+    async with aiohttp.ClientSession(router) as session:
+        async with session.get("/v1/models") as reply:
+            assert (await reply.json())["data"][0]["id"] == MODEL
+        async with session.get("/get_model_info") as reply:
+            assert (await reply.json())["model_path"]
+        async with session.get("/get_server_info") as reply:
+            assert "max_total_num_tokens" in await reply.json()
+        async with session.post("/flush_cache") as reply:
+            assert reply.status == 200
+        native = {
+            "text": "tell me something",
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True},
+            "stream": True,
+            "lora_path": None,
+            "return_logprob": False,
+            "logprob_start_len": -1,
+        }
+        openai_like = {
+            "model": MODEL,
+            "prompt": "tell me something",
+            "temperature": 0.0,
+            "best_of": 1,
+            "max_tokens": 6,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        }
+        for path, body in (("/generate", native), ("/v1/completions", openai_like)):
+            generated = 0
+            async with session.post(path, json=body, headers={"authorization": "Bearer "}) as reply:
+                assert reply.status == 200
+                async for line in reply.content:
+                    text = line.strip().decode().removeprefix("data: ")
+                    if not text or text == "[DONE]":
+                        continue
+                    event = json.loads(text)
+                    usage = event["meta_info"] if path == "/generate" else event.get("usage") or {}
+                    generated = usage.get("completion_tokens", generated)
+            assert generated == 6, path

@@ -1,5 +1,5 @@
-//! The worker API: `POST/GET/DELETE /workers`, and the old `/add_worker`, `/remove_worker`, `/list_workers`. The list has one entry per
-//! engine, and its `url` is an address that a client can call; ranks are extra.
+//! The worker API: `POST/GET/PUT/DELETE /workers`, and the old `/add_worker`, `/remove_worker`, `/list_workers`. The list has one entry per
+//! engine, and its `url` is an address that a client can call; ranks are extra. With `--list-ranks` it has one per rank.
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -147,12 +147,30 @@ fn show(app: &App, entry: &Entry) -> Value {
     item
 }
 
+/// An entry as one item per rank, each with the id of the engine; as it is when the ranks are not known yet.
+fn by_rank(item: Value) -> Vec<Value> {
+    let ranks = item.get("ranks").and_then(Value::as_array).cloned().unwrap_or_default();
+    let Some(url) = item.get("url").and_then(Value::as_str).filter(|_| !ranks.is_empty()) else { return vec![item] };
+    let one = |rank: &Value| {
+        let mut item = item.clone();
+        if let Some(object) = item.as_object_mut() {
+            object.insert("url".to_owned(), format!("{url}@{rank}").into());
+            object.insert("dp_rank".to_owned(), rank.clone());
+            object.insert("base_url".to_owned(), url.into());
+        }
+        item
+    };
+    ranks.iter().map(one).collect()
+}
+
 fn list(app: &App) -> Value {
     let entries = app.registry.all();
+    let each = |e: &Arc<Entry>| if app.settings.list_ranks { by_rank(show(app, e)) } else { vec![show(app, e)] };
+    let workers: Vec<Value> = entries.iter().flat_map(each).collect();
     let count = |role| entries.iter().filter(|e| e.registration.role == role).count();
     json!({
-        "workers": entries.iter().map(|e| show(app, e)).collect::<Vec<_>>(),
-        "total": entries.len(),
+        "workers": workers,
+        "total": workers.len(),
         "stats": {
             "prefill_count": count(Role::Prefill),
             "decode_count": count(Role::Decode),
@@ -339,7 +357,16 @@ fn decode_percent(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{decode_percent, query};
+    use super::{by_rank, decode_percent, query};
+    use serde_json::json;
+
+    #[test]
+    fn an_engine_is_listed_by_rank_once_its_ranks_are_known() {
+        let urls = |item| by_rank(item).iter().map(|i| (i["url"].clone(), i["id"].clone())).collect::<Vec<_>>();
+        let known = json!({"id": "x", "url": "http://a:1", "ranks": [0, 1]});
+        assert_eq!(urls(known), [(json!("http://a:1@0"), json!("x")), (json!("http://a:1@1"), json!("x"))]);
+        assert_eq!(urls(json!({"id": "x", "url": "http://a:1"})), [(json!("http://a:1"), json!("x"))]);
+    }
 
     #[test]
     fn queries_are_decoded() {

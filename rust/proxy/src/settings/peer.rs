@@ -208,7 +208,7 @@ pub fn flags_page() -> String {
         "# Flags of sglang-router 0.3.2\n\n\
          Made from `rust/proxy/src/settings/` by `make docs`; a test compares it with the peer's own `--help` where `make peers` has installed it.\n\n\
          `python -m r3router serve` and `python -m r3router.launch_router` take every flag of `python -m sglang_router.launch_router`.\n\n\
-         - **honoured**: same meaning. Where the default differs, the meaning says why.\n\
+         - **honoured**: the same meaning. Where meaning or default differ, the text says how.\n\
          - **ignored**: a value other than the peer's default is taken with a warning; nothing that was asked is missing.\n\
          - **refused**: a value other than the peer's default stops the start, with the reason.\n\n\
          | flag | state | peer's default | ours | meaning or reason |\n|---|---|---|---|---|\n",

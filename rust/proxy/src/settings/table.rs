@@ -28,6 +28,8 @@ settings! {
         decode: Vec<WorkerUrl> = Vec::new(); peer("None"),
         /// Without effect: r3router always routes by data-parallel rank.
         dp_aware: bool = false; peer("False"); inert(),
+        /// List one worker a rank, as `url@rank`, in `GET /workers`, for tools that expect it. Otherwise one an engine, with its ranks.
+        list_ranks: bool = false,
         /// How long a named engine may take to come up before the router gives it up.
         worker_startup_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("1800"); range(1.0, DAY),
         /// Pause between looks at an engine that is not up yet.
@@ -74,7 +76,8 @@ settings! {
         queue_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("60"); range(0.0, 30.0 * DAY),
         /// Most requests that are in work at once, whatever the ranks could take; -1 leaves it to admission.
         max_concurrent_requests: Cap = Cap(None); peer("-1"),
-        /// Requests that may start in a second, more of them wait; in a burst up to --max-concurrent-requests, else one second's worth. Left out, no limit.
+        /// Requests that may start in a second, more of them wait; in a burst up to --max-concurrent-requests, else one second's worth. Left out,
+        /// no limit. In sglang-router a request that ends gives its token back, so that nothing is limited there.
         rate_limit_tokens_per_second: Option<u32> = None; peer("None"); range(1.0, 1e9),
         /// Part of each KV pool that is kept free.
         kv_margin: f64 = 0.05; range(0.0, 0.9),
