@@ -135,6 +135,18 @@ bench: build ## Core and end-to-end benchmarks, ours and sglang-router in turn; 
 	cargo bench --no-run --quiet --profile fast -p r3router-core --bench admission
 	R3ROUTER_PEERS="$(PEERS)" "$(BIN)/python" benches/run.py --write
 
+# Beside the environment, not in it: the tests run without them. NIXL comes without torch and works without a GPU; where it cannot be
+# installed its rows say so.
+R3CLIENTS := $(VENV)/r3-clients
+.PHONY: bench-r3
+bench-r3: build ## R3 in the reply against R3 by reference, clients and router; writes benches/results/r3.md.
+	$(call say,Benchmark: R3 in the reply and by reference)
+	[ -e "$(R3CLIENTS)/.done" ] || { "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --upgrade \
+		--target "$(R3CLIENTS)" httpx pybase64 uvloop && touch "$(R3CLIENTS)/.done"; }
+	-[ -e "$(R3CLIENTS)/nixl_cu12" ] || "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target "$(R3CLIENTS)" 'nixl-cu12>=1.0'
+	PYTHONPATH="$(PYTHONPATH):$(R3CLIENTS)" "$(BIN)/python" benches/r3.py --write
+
 .PHONY: bench-window
 bench-window: build ## Hold the computed window to its targets over the scenarios; writes benches/results/window.md.
 	$(call say,Sweeping the scenarios in virtual time)

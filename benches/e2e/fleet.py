@@ -36,8 +36,13 @@ class Backends:
         hold_seconds: float = 0.0,
         honours_start_len: bool = False,
         prefill_holds: bool = False,
+        prefill_descriptors: list[str] | None = None,
+        decode_descriptors: list[str] | None = None,
     ) -> Iterator[None]:
-        """Serves replies of the given sizes; decode, and prefill with `prefill_holds`, answers after `hold_seconds`."""
+        """Serves replies of the given sizes; decode, and prefill with `prefill_holds`, answers after `hold_seconds`.
+
+        With descriptors (base64, one for each reply) these stand in the place of the rows.
+        """
         common = {
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
@@ -47,8 +52,9 @@ class Backends:
         plans = [
             common | {"role": "regular", "port": self.regular},
             common
-            | {"role": "prefill", "port": self.prefill, "bootstrap_port": self.bootstrap, "hold_seconds": hold_seconds * prefill_holds},
-            common | {"role": "decode", "port": self.decode, "hold_seconds": hold_seconds},
+            | {"role": "prefill", "port": self.prefill, "bootstrap_port": self.bootstrap, "hold_seconds": hold_seconds * prefill_holds}
+            | {"descriptors": prefill_descriptors or []},
+            common | {"role": "decode", "port": self.decode, "hold_seconds": hold_seconds, "descriptors": decode_descriptors or []},
         ]
         code = "import sys, r3router._core as core; core.bench_backend(sys.argv[1])"
         command = [r3router_python(), "-u", "-c", code, json.dumps(plans)]

@@ -190,6 +190,13 @@ BREAKS = [
         "",
     ),
     Break(
+        "R3-4",
+        "rows that nobody fetched are kept for ever",
+        "rust/proxy/src/store/keep.rs",
+        "take_while(|(at, _)| *at <= now)",
+        "take_while(|(at, _)| *at == now.min(1))",
+    ),
+    Break(
         "BAL-1",
         "a cancelled leg stays in the worker's load",
         "rust/proxy/src/live.rs",

@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 from aiohttp.test_utils import TestServer
 
-from r3router.agent.server import Agent
+from r3router.agent.server import Agent, Options, build
 from r3router.client import Client
 from r3router.r3 import AccessDenied, FetchFailed, Reference, RowsGone
 from r3router.r3.host import owner_line
@@ -361,3 +361,27 @@ async def test_a_reader_that_takes_nothing_is_cut_off(
         assert "r3router_agent_cut_total 1" in await got.text()
     async with http.get(agent[1].make_url(f"/{path.stem}?rows=0:5")) as got:
         assert got.status == 200 and len(await got.read()) == 5 * ROW
+
+
+async def test_a_routers_files_beside_are_served_and_left_alone(tmp_path: Path, http: aiohttp.ClientSession) -> None:
+    # A router locks its owner file, which holds its pid and nothing more; to an engine's eyes that is nobody alive.
+    store = StoreDir(tmp_path / "r3router-store-1-ab", 1 << 20)
+    (store.path / "owner").write_text("1\n")
+    rows = expert_rows(1, 10)
+    kept, late = put(store, rows), put(store, rows, expires_s=0.05)
+    made = build(Options(parent=tmp_path))
+    assert kept.exists(), "it was taken for a dead engine's directory"
+    server = TestServer(made.app())
+    await server.start_server()
+    async with http.get(server.make_url(f"/r3/{kept.stem}")) as got:
+        assert got.status == 200 and await got.read() == rows.astype(np.uint8).tobytes()
+    await asyncio.sleep(0.1)
+    made.shelf.sweep()
+    for path, status in ((kept, 404), (late, 404)):
+        async with http.delete(server.make_url(f"/r3/{path.stem}")) as got:
+            assert got.status == status
+    async with http.get(server.make_url(f"/r3/{late.stem}")) as got:
+        assert got.status == 410
+    assert kept.exists() and late.exists(), "only the router knows what it has counted"
+    await server.close()
+    assert kept.exists()

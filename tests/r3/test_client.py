@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -245,7 +246,6 @@ async def test_in_line_rows_without_a_known_shape_are_flat(router: ScriptedRoute
 
 
 async def test_an_engines_own_dtype_is_honoured(router: ScriptedRouter, client: Client) -> None:
-    import base64
 
     rows = expert_rows(9, 10, 512).astype("<u2")
     body = reply(10, 1, routed_experts=base64.b64encode(rows.tobytes()).decode(), routed_experts_dtype="uint16")
@@ -318,7 +318,6 @@ async def test_a_stream_that_breaks_off_is_told_and_made_again_only_before_its_f
 
 
 async def test_a_plug_ins_descriptor_is_understood_without_a_router(router: ScriptedRouter, client: Client, store: StoreDir) -> None:
-    import base64
 
     rows = expert_rows(30, 25)
     path = put(store, rows)
@@ -338,6 +337,28 @@ BAD_REFERENCES: list[Any] = [
     envelope([{"uri": "r3://a:1/x", "pos": 0, "rows": 3, "dtype": "uint8"}], (3, 1, 1)),
     envelope([{"uri": "r3://a:1/x", "offset": 0, "pos": 0, "rows": -3, "dtype": "uint8"}], (-3, 1, 1)),
 ]
+
+
+@pytest.mark.parametrize("how", ["descriptor", "in-line"])
+async def test_rows_of_the_indexer_come_beside_the_experts(router: ScriptedRouter, client: Client, store: StoreDir, how: str) -> None:
+    experts = expert_rows(5, 25)
+    indexer = np.random.default_rng(6).integers(0, 60_000, (25, 2, 64), dtype=np.int32)
+
+    def field(rows: Any, dtype: str) -> str:
+        if how == "in-line":
+            return text(rows)
+        path = put(store, rows, dtype=dtype)
+        shape = (rows.shape[1], rows.shape[2])
+        raw = Descriptor(f"r3://127.0.0.1:1/{path.stem}", 256, 0, len(rows), dtype, *shape, None, str(path), boot_id()).encode()
+        return base64.b64encode(raw).decode()
+
+    router.script = [reply(20, 6, routed_experts=field(experts, "uint8"), indexer_topk=field(indexer, "uint16"))]
+    got = await client.generate(input_ids=[1], return_routed_experts=True, return_indexer_topk=True)
+    assert np.array_equal(got.routed_experts, experts)  # type: ignore[arg-type]
+    found = got.payloads["indexer_topk"].array
+    assert found is not None and np.array_equal(found.reshape(indexer.shape), indexer)
+    assert client.held == 0
+    assert "indexer_topk" not in got.meta_info, "no text is left in the reply"
 
 
 @pytest.mark.parametrize("bad", BAD_REFERENCES)

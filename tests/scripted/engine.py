@@ -146,6 +146,8 @@ class Engine:
     """Prompt tokens that the engine counts beyond the ids that it was sent, as multimodal inputs do."""
     r3: R3Model = field(default_factory=R3Model)
     indexer: R3Model | None = None
+    write_bytes: int = 0
+    """Replies leave in pieces of so many bytes; 0: in one."""
     script: Script | None = None
     healthy: Callable[[], bool] | None = None
     edit_loads: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
@@ -452,13 +454,15 @@ class Engine:
             leg.sent = b"".join(parts)
             if self.role == "prefill":
                 return await exchange.reply(200, leg.sent, content_type="text/event-stream")
+            if self.write_bytes:
+                parts = [leg.sent[i : i + self.write_bytes] for i in range(0, len(leg.sent), self.write_bytes)]
             for part in parts:
                 await exchange.chunk(part)
                 if self.run_s:
                     await asyncio.sleep(self.run_s / len(parts))
             return await exchange.end()
         leg.sent = replies.reply_bytes(leg, output) if self.role != "regular" else self._regular_reply(leg, output)
-        return await exchange.reply(200, leg.sent, [("x-engine", self.name)])
+        return await exchange.reply(200, leg.sent, [("x-engine", self.name)], pieces=self.write_bytes)
 
     def _regular_reply(self, leg: Leg, output: replies.Output) -> bytes:
         """An unsplit engine serves batches and samples itself."""
@@ -509,11 +513,15 @@ class Engine:
         if leg.body.get("return_routed_experts") is True and not self.r3.missing:
             rows = self.r3_rows(leg, tokens, self.r3)
             # A decode reply of one token carries no field at all (seen on real engines).
-            output.routed_experts = None if self.role == "decode" and tokens <= 1 else self.r3.text(rows)
+            output.routed_experts = None if self.role == "decode" and tokens <= 1 else self.r3.text(rows, self._start(leg))
+            output.routed_experts_dtype = self.r3.dtype
         if leg.body.get("return_indexer_topk") is True and self.indexer is not None:
             rows = self.r3_rows(leg, tokens, self.indexer, start_len=0, record=False)
             output.indexer_topk = None if self.role == "decode" and tokens <= 1 else self.indexer.text(rows)
         return output
+
+    def _start(self, leg: Leg) -> int:
+        return 0 if self.r3.ignores_start_len else leg.body.get("routed_experts_start_len") or 0
 
     def r3_rows(self, leg: Leg, tokens: int, model: R3Model, *, start_len: int | None = None, record: bool = True) -> Rows:
         """Rows `[start, prompt + tokens - 1)`; on decode the prompt's rows are junk."""

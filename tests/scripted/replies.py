@@ -23,6 +23,7 @@ class Output:
     finish: dict[str, Any]
     text: str
     routed_experts: str | None = None
+    routed_experts_dtype: str | None = None
     indexer_topk: str | None = None
     cached_tokens: int = 0
 
@@ -54,6 +55,12 @@ def logprob_fields(leg: Leg, tokens: int) -> dict[str, Any]:
     return fields
 
 
+def experts(output: Output) -> dict[str, Any]:
+    """The members for routed experts, of `meta_info` or `sglext`."""
+    named = {} if output.routed_experts_dtype is None else {"routed_experts_dtype": output.routed_experts_dtype}
+    return {"routed_experts": output.routed_experts, **named}
+
+
 def meta_info(leg: Leg, output: Output, *, done: bool = True) -> dict[str, Any]:
     """`meta_info` of one reply or of one chunk of a stream."""
     meta: dict[str, Any] = {
@@ -69,7 +76,7 @@ def meta_info(leg: Leg, output: Output, *, done: bool = True) -> dict[str, Any]:
         "cached_tokens_details": None,
     }
     if done and output.routed_experts is not None:
-        meta["routed_experts"] = output.routed_experts
+        meta |= experts(output)
     if done and output.indexer_topk is not None:
         meta["indexer_topk"] = output.indexer_topk
     meta["dp_rank"] = leg.rank
@@ -136,7 +143,7 @@ def chat_object(leg: Leg, output: Output) -> dict[str, Any]:
     if leg.body.get("return_meta_info"):
         choice["meta_info"] = meta_info(leg, output)
     elif output.routed_experts is not None:
-        reply["sglext"] = {"routed_experts": output.routed_experts}
+        reply["sglext"] = experts(output)
     return reply
 
 
@@ -185,7 +192,7 @@ def _openai_events(leg: Leg, output: Output) -> list[bytes]:
     parts = [piece(f"{output.text[i * 2 : i * 2 + 2]}", None) for i in range(max(output.tokens, 1))]
     parts.append(piece("", output.finish["type"]))
     if output.routed_experts is not None:
-        parts.append(event({**base, "choices": [], "sglext": {"routed_experts": output.routed_experts}, "usage": None}))
+        parts.append(event({**base, "choices": [], "sglext": experts(output), "usage": None}))
     if (leg.body.get("stream_options") or {}).get("include_usage"):
         parts.append(event({**base, "choices": [], "usage": usage(leg, output)}))
     return parts

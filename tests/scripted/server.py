@@ -15,6 +15,8 @@ from .wire import LAST_CHUNK, Body, Head, ProtocolError, chunk, framing_of, pars
 REASONS = {
     200: "OK",
     202: "Accepted",
+    204: "No Content",
+    206: "Partial Content",
     400: "Bad Request",
     401: "Unauthorized",
     404: "Not Found",
@@ -69,15 +71,28 @@ class Exchange:
         await self._connection.drained()
 
     async def reply(
-        self, status: int, body: bytes, headers: list[tuple[str, str]] | None = None, content_type: str = "application/json"
+        self,
+        status: int,
+        body: bytes,
+        headers: list[tuple[str, str]] | None = None,
+        content_type: str = "application/json",
+        *,
+        pieces: int = 0,
     ) -> None:
-        """A whole answer with Content-Length, in one write."""
+        """A whole answer with Content-Length, in one write, or its body in pieces of so many bytes."""
         self.started = True
         head = _head(status, [("content-type", content_type), ("content-length", str(len(body))), *(headers or [])])
+        if pieces:
+            await self.write(head)
+            for at in range(0, len(body), pieces):
+                await self.write(body[at : at + pieces])
+                # Without a turn of the loop the kernel would hand on several at once.
+                await asyncio.sleep(0)
+            return self.finish()
         await self.write(head + body if len(body) < 65536 else head)
         if len(body) >= 65536:
             await self.write(body)
-        self.finish()
+        return self.finish()
 
     async def start(self, status: int, content_type: str, headers: list[tuple[str, str]] | None = None) -> None:
         """The head of a chunked answer."""

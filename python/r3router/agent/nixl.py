@@ -7,7 +7,6 @@ of the rows, and what the rows are. Registered memory is given up when the objec
 from __future__ import annotations
 
 import base64
-import importlib
 import mmap
 import os
 import secrets
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from r3router.r3.format import HEADER_BYTES
+from r3router.r3.ucx import load
 
 from .parts import Part
 from .shelf import Entry
@@ -41,7 +41,7 @@ class Exporter:
             RuntimeError: nixl is not installed or has no UCX here.
         """
         try:
-            nixl = importlib.import_module("nixl._api")
+            nixl = load()
             self.name = f"r3router-{os.getpid()}-{secrets.token_hex(4)}"
             self._agent = nixl.nixl_agent(self.name, nixl.nixl_agent_config(backends=["UCX"]))
         except Exception as error:

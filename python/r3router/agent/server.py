@@ -21,7 +21,7 @@ from aiohttp import web
 
 from r3router.r3 import host
 from r3router.r3.errors import FormatError
-from r3router.r3.store import SHM, add_owner, owned, reclaim
+from r3router.r3.store import ROUTER, SHM, add_owner, owned, reclaim
 
 from .counts import plugin_lines
 from .parts import BadRange, Part
@@ -284,7 +284,8 @@ def build(options: Options) -> Agent:
     directories = [] if options.directory is None else [options.directory]
     for path in directories:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        add_owner(path)
+        if not path.name.startswith(ROUTER):
+            add_owner(path)
     shelf = Shelf(directories, None if directories else options.parent)
     agent = Agent(options, shelf, reclaimed=len(stale))
     if options.nixl:

@@ -13,7 +13,7 @@ from typing import Final
 
 from r3router.r3.errors import FormatError
 from r3router.r3.format import HEADER_BYTES, Header
-from r3router.r3.store import ID, PREFIX, owned
+from r3router.r3.store import ID, PREFIX, ROUTER, owned
 
 _TOMBSTONES: Final = 100_000
 UNFINISHED_SECONDS: Final = 600.0
@@ -30,7 +30,10 @@ class Entry:
 
 @dataclass
 class Shelf:
-    """The files of some directories. `parent` also serves directories that appear later."""
+    """The files of some directories. `parent` also serves directories that appear later.
+
+    A router's files are read and nothing more: it counts what it keeps, so it alone drops them.
+    """
 
     directories: list[Path]
     parent: Path | None = None
@@ -47,6 +50,9 @@ class Shelf:
         if self.parent is not None:
             found += [p for p in self.parent.glob(PREFIX + "*") if p.is_dir() and p not in found]
         return found
+
+    def _own(self) -> list[Path]:
+        return [place for place in self.places() if not _routers(place)]
 
     def state(self, name: str) -> Entry | str | None:
         """The file of an id; `writing`, `expired` or `failed: …`; `None` when there is none.
@@ -66,7 +72,8 @@ class Shelf:
                 header = _header(path)
             if header is not None:
                 if 0 < header.expires_ms <= time.time() * 1000:
-                    self._expire(path)
+                    if not _routers(place):
+                        self._expire(path)
                     return "expired"
                 return Entry(path, header)
             with contextlib.suppress(OSError):
@@ -77,7 +84,7 @@ class Shelf:
         """Drops an id; `False` when there is none."""
         if not ID.fullmatch(name):
             return False
-        for place in self.places():
+        for place in self._own():
             for suffix in (".r3", ".err"):
                 try:
                     (place / f"{name}{suffix}").unlink()
@@ -90,7 +97,7 @@ class Shelf:
         """Drops what has expired, and counts what is left."""
         now = time.time()
         objects = nbytes = 0
-        for place in self.places():
+        for place in self._own():
             try:
                 entries = list(os.scandir(place))
             except OSError:
@@ -115,7 +122,7 @@ class Shelf:
 
     def abandoned(self) -> bool:
         """Whether nothing is left in any directory; `True` also when they are gone."""
-        for place in self.places():
+        for place in self._own():
             with contextlib.suppress(OSError):
                 if any(entry.name.endswith((".r3", ".tmp")) for entry in os.scandir(place)):
                     return False
@@ -124,6 +131,8 @@ class Shelf:
     def remove(self) -> None:
         """Removes the directories that only this agent owns."""
         for place in self.directories:
+            if _routers(place):
+                continue
             shutil.rmtree(place, ignore_errors=True)
 
     def _expire(self, path: Path) -> None:
@@ -132,6 +141,10 @@ class Shelf:
         self.expired_count += 1
         while len(self.expired) > _TOMBSTONES:
             self.expired.popitem(last=False)
+
+
+def _routers(place: Path) -> bool:
+    return place.name.startswith(ROUTER)
 
 
 def _header(path: Path) -> Header | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import importlib
 import os
 import secrets
 import time
@@ -22,6 +21,7 @@ from .errors import FetchFailed, FormatError
 from .fetch import failure, headers
 from .format import numpy_dtype
 from .reference import Reference, Segment
+from .ucx import load
 
 TRANSFER_SECONDS: Final = 60.0
 
@@ -29,20 +29,26 @@ TRANSFER_SECONDS: Final = 60.0
 class NixlReader:
     """A NIXL agent that reads rows of agents started with `--nixl`."""
 
-    def __init__(self, http: aiohttp.ClientSession, base: str = "http://127.0.0.1", *, key: str | None = None) -> None:
+    def __init__(
+        self, http: aiohttp.ClientSession, base: str = "http://127.0.0.1", *, key: str | None = None, agent: str | None = None
+    ) -> None:
         """Makes the agent; `http` carries the questions where rows are, `key` is the owners'.
+
+        `agent`: address of the agent to ask for every segment, where the segments' own owner has no NIXL: a router, beside whose store an
+        agent runs (`r3router agent --nixl`).
 
         Raises:
             RuntimeError: nixl is not installed, or has no UCX here.
         """
         try:
-            nixl = importlib.import_module("nixl._api")
+            nixl = load()
             config = nixl.nixl_agent_config(backends=["UCX"])
             self._agent = nixl.nixl_agent(f"r3router-client-{os.getpid()}-{secrets.token_hex(4)}", config)
         except Exception as error:
             raise RuntimeError(f"NIXL cannot be used: {error}") from error
         self._http = http
         self._base = base
+        self._agent_url = agent.rstrip("/") if agent else None
         self._key = key
 
     async def read(self, reference: Reference, first: int = 0, end: int | None = None) -> NDArray[Any]:
@@ -67,7 +73,7 @@ class NixlReader:
     async def _segment(self, segment: Segment, a: int, b: int, out: NDArray[Any]) -> None:
         url = segment.url(self._base)
         where, _, name = url.rpartition("/")
-        where = where.removesuffix("/r3")
+        where = self._agent_url or where.removesuffix("/r3")
         row = out.itemsize * int(np.prod(out.shape[1:]))
         skip = segment.skip_bytes() // row
         params = {"rows": f"{skip + a}:{skip + b}"}

@@ -27,6 +27,9 @@ from .format import HEADER_BYTES, Header, numpy_dtype
 
 SHM: Final = Path("/dev/shm")  # noqa: S108 - shared memory is the point
 PREFIX: Final = "r3router-"
+ROUTER: Final = "r3router-store-"
+"""How a router's directories begin. They are the router's own: it holds a lock on their `owner` file, which is no list of processes, and
+removes them itself."""
 OWNER: Final = "owner"
 COUNTS: Final = "plugin.json"
 """What a plug-in counts, for its agent's metrics."""
@@ -213,9 +216,11 @@ def owned(path: Path) -> bool:
 
 
 def reclaim(parent: Path = SHM) -> list[Path]:
-    """Removes directories whose owners are all dead; which ones."""
+    """Removes directories of engines and agents whose owners are all dead; which ones."""
     removed = []
     for path in sorted(parent.glob(PREFIX + "*")):
+        if path.name.startswith(ROUTER):
+            continue
         with contextlib.suppress(OSError):
             if path.is_dir() and path.stat().st_uid == os.getuid() and not owned(path):
                 shutil.rmtree(path)

@@ -119,7 +119,10 @@ impl App {
             metrics: Metrics::new(&settings.prometheus_duration_buckets),
             arena,
             live: Live::default(),
-            rows: RowWidths::new(settings.r3_layers.zip(settings.r3_top_k).and_then(|(l, k)| l.checked_mul(k))),
+            rows: RowWidths::new(
+                settings.r3_layers.zip(settings.r3_top_k).and_then(|(l, k)| l.checked_mul(k)),
+                settings.r3_experts,
+            ),
             slots: settings.max_concurrent_requests.0.map(|n| Arc::new(Semaphore::new(n as usize))),
             pace: settings.rate_limit_tokens_per_second.map(|rate| {
                 let burst = settings.max_concurrent_requests.0.unwrap_or(rate);

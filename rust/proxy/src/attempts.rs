@@ -27,7 +27,7 @@ use crate::relay::{Relay, completion_tokens, note, note_account};
 use crate::settings::Policy;
 
 /// Replies up to this size are read whole before the first byte is sent, so that a broken one can be tried again.
-const WHOLE: usize = 256 << 10;
+pub const WHOLE: usize = 256 << 10;
 
 /// A reply that can be sent.
 #[derive(Debug)]

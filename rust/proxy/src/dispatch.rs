@@ -14,7 +14,7 @@ use r3router_core::topology::Role;
 use r3router_core::wire::{Bootstrap, Owned, splice};
 
 use crate::admit::Grant;
-use crate::attempts::Mode;
+use crate::attempts::{Mode, WHOLE};
 use crate::context::Shared;
 use crate::leg::{LegBody, MAX_ERROR, fault_error, first_event_error, judge, says_abort, source, status_error};
 use crate::live::{Owner, Signal, Sub};
@@ -146,7 +146,12 @@ fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
             pieces(&Owned { sub: index, rid: Some(rid), routed_dp_rank, ..Owned::default() })
         };
         let mut plan = Plan::of(facts, index, None);
-        (plan.routed_experts, plan.indexer_topk, plan.logprobs) = (false, false, false);
+        // What one engine answers is whole; only rows that go by reference, or lie on its host, are touched.
+        (plan.unsplit, plan.logprobs) = (true, false);
+        plan.routed_experts &= !whole;
+        plan.indexer_topk &= !whole;
+        plan.decode = decode.name(decode_rank);
+        references(shared, rid, grant, &mut plan);
         return Legs { prefill: None, decode: call(decode, body), plan };
     };
     let known = facts.prompt(index).ids.filter(|_| facts.routed_experts);
@@ -174,9 +179,19 @@ fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
         ..owned
     };
     let mut plan = Plan::of(facts, index, decode_start);
+    references(shared, rid, grant, &mut plan);
+    plan.hide_usage = include_usage;
+    plan.prefill = prefill.name(prefill_rank);
+    plan.decode = decode.name(decode_rank);
+    Legs { prefill: Some(call(prefill, pieces(&for_prefill))), decode: call(decode, pieces(&for_decode)), plan }
+}
+
+/// How rows go to the client.
+fn references(shared: &Shared, rid: &str, grant: &Grant, plan: &mut Plan) {
     plan.by_ref = shared.by_ref;
     plan.agents = Some(Arc::clone(&shared.app.agents));
-    if shared.by_ref && facts.routed_experts {
+    plan.row_items = shared.app.rows.get(&shared.model);
+    if shared.by_ref && plan.routed_experts {
         plan.refs = Some(Arc::new(Refs {
             store: shared.app.store.clone(),
             base: Arc::clone(&shared.base),
@@ -187,11 +202,6 @@ fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
             attempt: grant.binding.room as u32,
         }));
     }
-    plan.row_items = shared.app.rows.get(&shared.model);
-    plan.hide_usage = include_usage;
-    plan.prefill = prefill.name(prefill_rank);
-    plan.decode = decode.name(decode_rank);
-    Legs { prefill: Some(call(prefill, pieces(&for_prefill))), decode: call(decode, pieces(&for_decode)), plan }
 }
 
 /// Sends both legs of a granted pair and waits until decode's reply has begun.
@@ -211,12 +221,13 @@ pub async fn start(shared: &Arc<Shared>, sub: &Owner, mode: Mode, mut grant: Gra
     let legs = sub.begin(grant, |rid, grant| build(shared, mode, rid, grant));
     app.metrics.attempts.fetch_add(1, Ordering::Relaxed);
     let plan = legs.plan;
-    let merged = !regular && (plan.merges() || (mode.joined && !shared.facts.stream));
+    let mut merged = plan.merges() || (!regular && mode.joined && !shared.facts.stream);
     let mut prefill = match (prefill_worker, legs.prefill, ranks.0) {
         (Some(worker), Some(call), Some(rank)) => {
             let leg = prefill_leg(Arc::clone(shared), Arc::clone(sub), worker, rank, call, plan.clone(), merged);
             Prefill::Running(Box::pin(leg))
         }
+        _ if plan.merges() => Prefill::Done(Some(PrefillPart::default())),
         _ => Prefill::None,
     };
     let mut timer = Timer::new(
@@ -248,6 +259,8 @@ pub async fn start(shared: &Arc<Shared>, sub: &Owner, mode: Mode, mut grant: Gra
     })
     .await?;
     sub.delivered();
+    // Descriptors are small. A large in-line reply of one engine passes as it is.
+    merged &= !regular || plan.by_ref || decode.content_length().is_none_or(|n| n <= WHOLE as u64);
     Ok(Started { decode, prefill, timer, plan, merged })
 }
 

@@ -73,8 +73,9 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
         body,
         facts,
     });
-    // An engine serves a batch itself; only a pair needs a room for each of its requests.
-    let whole = !app.settings.pd_disaggregation && (shared.facts.listed || shared.facts.subs() > 1);
+    // An engine serves a batch itself; only a pair needs a room for each of its requests, and references one reply for each.
+    let references = shared.by_ref && shared.facts.routed_experts;
+    let whole = !app.settings.pd_disaggregation && !references && (shared.facts.listed || shared.facts.subs() > 1);
     if shared.facts.subs() == 1 && !shared.facts.listed || whole {
         let sub = Sub::start(app, shared.facts.rid(0));
         let mode = Mode { index: 0, whole, joined: false };

@@ -3,27 +3,31 @@ use std::collections::HashMap;
 
 use parking_lot::RwLock;
 use r3router_core::admission::R3Need;
+use r3router_core::r3::Dtype;
 use r3router_core::wire::{Facts, Prompt};
 
 /// Numbers in a row (layers x experts) before any reply has shown it: 60 layers, top-8, as wide as models commonly are.
 const DEFAULT_ITEMS: u32 = 480;
 /// Most models that are told apart; names come from clients.
 const MAX_MODELS: usize = 256;
-/// Bytes of one number in the arena until the width of ids is known better: two hold every expert id in use.
+/// Bytes of one number in the arena where the model's number of experts is not set: two hold every expert id in use.
 const NARROW: u64 = 2;
 
 /// See the module's text.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct RowWidths {
     /// Numbers in a row as set, for models that no reply has shown yet.
     set: Option<u32>,
+    /// Bytes of one number in the arena, by the experts that the settings say.
+    narrow: u64,
     by_model: RwLock<HashMap<String, u32>>,
 }
 
 impl RowWidths {
-    /// Nothing learned yet; `set` is what the settings say of every model.
-    pub fn new(set: Option<u32>) -> Self {
-        Self { set, ..Self::default() }
+    /// Nothing learned yet; `set` (numbers in a row) and `experts` are what the settings say of every model.
+    pub fn new(set: Option<u32>, experts: Option<u32>) -> Self {
+        let narrow = experts.map_or(NARROW, |experts| Dtype::for_experts(experts).size() as u64);
+        Self { set, narrow, by_model: RwLock::default() }
     }
 
     /// Numbers in a row of `model`, when a reply has shown it.
@@ -61,8 +65,8 @@ impl RowWidths {
         let prefill = rows(facts.routed_experts_start, prompt_tokens);
         let decode = rows(decode_start, prompt_tokens.saturating_add(output));
         let arena = match kept {
-            None => prefill * items * NARROW,
-            Some(width) => prefill * items * NARROW.max(width) + u64::from(output) * items * width,
+            None => prefill * items * self.narrow,
+            Some(width) => prefill * items * self.narrow.max(width) + u64::from(output) * items * width,
         };
         R3Need { prefill_text: text(prefill), decode_text: text(decode), arena }
     }

@@ -31,6 +31,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(demo::demo_options, m)?)?;
     m.add_function(wrap_pyfunction!(demo::demo, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_load, m)?)?;
+    m.add_function(wrap_pyfunction!(load::bench_decode, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_backend, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_relay, m)?)?;
     warn_of_debug_build(m.py())

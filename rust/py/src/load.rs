@@ -11,6 +11,13 @@ pub(crate) fn bench_load(py: Python<'_>, plan: &str) -> PyResult<String> {
     serde_json::to_string(&report).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
+/// Seconds of `repeats` single calls of base64-simd over a text of `text_bytes` bytes, each into memory of its own: the yardstick of
+/// what a payload has to cost at least.
+#[pyfunction]
+pub(crate) fn bench_decode(py: Python<'_>, text_bytes: usize, repeats: usize) -> PyResult<Vec<f64>> {
+    py.detach(|| r3router_engine::load::decode_seconds(text_bytes, repeats)).map_err(PyValueError::new_err)
+}
+
 /// Serves prepared replies for benchmarks (JSON list of engines) until the process ends; prints `ready`.
 #[pyfunction]
 pub(crate) fn bench_backend(py: Python<'_>, plans: &str) -> PyResult<()> {

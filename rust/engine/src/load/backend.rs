@@ -2,6 +2,7 @@
 //! for, so that what is measured is the router. The replies have SGLang's shapes; the R3 rows are valid and the same in each reply.
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -38,9 +39,14 @@ pub struct BackendPlan {
     /// The prefill engine's bootstrap port (answers `/route`), 0 for none.
     #[serde(default)]
     pub bootstrap_port: u16,
+    /// What stands in the place of the rows, a reply each, in turn: base64 of descriptors, as engines with the plug-in send them.
+    #[serde(default)]
+    pub descriptors: Vec<String>,
 }
 
 struct Replies {
+    /// The next of the plan's descriptors.
+    next: AtomicUsize,
     full: Bytes,
     tail: Bytes,
     info: Bytes,
@@ -86,17 +92,19 @@ fn r3_text(first: usize, end: usize, junk_below: usize, row_ids: usize) -> Strin
 }
 
 fn reply(plan: &BackendPlan, first: usize) -> Bytes {
+    let (end, junk_below) = match plan.role.as_str() {
+        "prefill" => (plan.prompt_tokens, 0),
+        "decode" => (plan.prompt_tokens + plan.output_tokens - 1, plan.prompt_tokens),
+        _ => (plan.prompt_tokens + plan.output_tokens - 1, 0),
+    };
+    let text = (plan.row_ids > 0).then(|| r3_text(first, end, junk_below, plan.row_ids));
+    reply_with(plan, text.as_deref())
+}
+
+fn reply_with(plan: &BackendPlan, r3: Option<&str>) -> Bytes {
     let prefill = plan.role == "prefill";
-    let (end, junk_below, output) = match plan.role.as_str() {
-        "prefill" => (plan.prompt_tokens, 0, 1),
-        "decode" => (plan.prompt_tokens + plan.output_tokens - 1, plan.prompt_tokens, plan.output_tokens),
-        _ => (plan.prompt_tokens + plan.output_tokens - 1, 0, plan.output_tokens),
-    };
-    let r3 = if plan.row_ids > 0 {
-        format!(r#","routed_experts":"{}""#, r3_text(first, end, junk_below, plan.row_ids))
-    } else {
-        String::new()
-    };
+    let output = if prefill { 1 } else { plan.output_tokens };
+    let r3 = r3.map_or_else(String::new, |text| format!(r#","routed_experts":"{text}""#));
     let ids: Vec<String> = (0..output).map(|n| n.to_string()).collect();
     let finish = if prefill {
         r#"{"type":"length","length":0}"#.to_owned()
@@ -125,9 +133,11 @@ fn prepare(plan: BackendPlan) -> Replies {
     );
     let route = r#"{"attn_tp_size":1,"attn_cp_size":1,"dp_size":1,"pp_size":1,"page_size":64,"kv_cache_dtype":"bfloat16","follow_bootstrap_room":true,"decode_allocation_policy":"early"}"#;
     let first_of_tail = if plan.role == "decode" { plan.prompt_tokens } else { 0 };
+    let rows = plan.descriptors.is_empty();
     Replies {
-        full: reply(&plan, 0),
-        tail: reply(&plan, first_of_tail),
+        next: AtomicUsize::new(0),
+        full: if rows { reply(&plan, 0) } else { Bytes::new() },
+        tail: if rows { reply(&plan, first_of_tail) } else { Bytes::new() },
         info: wire("200 OK", &info),
         route: wire("200 OK", route),
         plan,
@@ -183,6 +193,12 @@ fn choose(head: &[u8], body: &[u8], replies: &Replies) -> Bytes {
     let target = head.split(|byte| *byte == b' ').nth(1).unwrap_or_default();
     let path = target.split(|byte| *byte == b'?').next().unwrap_or_default();
     match path {
+        b"/generate" if !replies.plan.descriptors.is_empty() => {
+            match replies.plan.descriptors.get(replies.next.fetch_add(1, Ordering::Relaxed)) {
+                Some(text) => reply_with(&replies.plan, Some(text)),
+                None => wire("503 Service Unavailable", r#"{"error":"there are no more descriptors"}"#),
+            }
+        }
         b"/generate" => {
             let shortened = replies.plan.honours_start_len && start_len(body) >= replies.plan.prompt_tokens;
             if shortened { replies.tail.clone() } else { replies.full.clone() }
@@ -217,6 +233,7 @@ mod tests {
             hold_seconds: 0.0,
             honours_start_len: true,
             bootstrap_port: 0,
+            descriptors: Vec::new(),
         }
     }
 
@@ -233,6 +250,17 @@ mod tests {
         assert_eq!(rows(&prepare(plan("decode")).full), 7);
         assert_eq!(rows(&prepare(plan("decode")).tail), 2);
         assert_eq!(rows(&prepare(plan("regular")).full), 7);
+    }
+
+    #[test]
+    fn descriptors_are_sent_once_each_in_the_place_of_rows() {
+        let mut decode = plan("decode");
+        decode.descriptors = vec!["AAAA".into(), "BBBB".into()];
+        let replies = prepare(decode);
+        let next = || String::from_utf8(choose(b"POST /generate HTTP/1.1\r\n\r\n", b"{}", &replies).to_vec()).unwrap();
+        assert!(next().contains(r#""routed_experts":"AAAA""#));
+        assert!(next().contains(r#""routed_experts":"BBBB""#));
+        assert!(next().starts_with("HTTP/1.1 503"));
     }
 
     #[test]

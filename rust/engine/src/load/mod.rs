@@ -4,6 +4,7 @@ pub mod backend;
 mod histogram;
 pub mod relay;
 mod reply;
+mod yardstick;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,6 +14,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+
+pub use yardstick::decode_seconds;
 
 use histogram::Histogram;
 use reply::ReplyReader;

@@ -93,6 +93,9 @@ pub(super) fn begin_payload(
     name: Name,
     prefill: Option<&PrefillPart>,
 ) -> Begin {
+    if plan.unsplit {
+        return Begin::default();
+    }
     let text = &intake.text[from..];
     let outline = Outline::so_far(text);
     let Some((i, place)) = place::opened(&outline, name, text.len()) else {

@@ -12,6 +12,7 @@ mod resolve;
 mod rope;
 mod stream;
 mod text;
+mod unsplit;
 mod weave;
 
 use std::future::Future;
@@ -46,6 +47,8 @@ pub struct Plan {
     pub start: u32,
     /// `routed_experts_start_len` as decode got it.
     pub decode_start: u32,
+    /// One engine ran the whole request: its rows are all there are, and prefill's part is empty.
+    pub unsplit: bool,
     /// The client takes references (`return_outputs_via_store`, `x-r3-transport: ref`).
     pub by_ref: bool,
     /// How rows that engines sent become objects. Without it only engines' own objects can be named.
@@ -87,6 +90,7 @@ impl Plan {
             logprobs: facts.logprobs,
             start: facts.routed_experts_start,
             decode_start: decode_start.unwrap_or(facts.routed_experts_start),
+            unsplit: false,
             by_ref: facts.via_store,
             refs: None,
             agents: None,
@@ -108,6 +112,7 @@ impl Plan {
             logprobs: false,
             start: 0,
             decode_start: 0,
+            unsplit: false,
             by_ref: false,
             refs: None,
             agents: None,

@@ -69,7 +69,12 @@ where
 
 /// Whether rows must be pulled from an engine's host before the reply can be made.
 pub(super) fn far(payloads: &[Payload], plan: &Plan) -> bool {
-    !plan.by_ref && plan.agents.is_some() && payloads.iter().any(|p| matches!(p.held, Held::Elsewhere(_)))
+    plan.agents.is_some() && payloads.iter().any(|p| is_far(p, plan))
+}
+
+/// Rows of the indexer have no reference form: they go in the reply whatever was asked.
+fn is_far(payload: &Payload, plan: &Plan) -> bool {
+    matches!(payload.held, Held::Elsewhere(_)) && !(plan.by_ref && payload.name == Name::RoutedExperts)
 }
 
 /// Pulls rows that an engine keeps on its host, when the client wants them in the reply.
@@ -84,6 +89,9 @@ pub(super) async fn pull(
     }
     let Some(agents) = &plan.agents else { return Ok(()) };
     for payload in payloads {
+        if !is_far(payload, plan) {
+            continue;
+        }
         let Held::Elsewhere(d) = &payload.held else { continue };
         let rows = agents.pull(d, source, arena).await.map_err(|e| super::resolve::at(plan, e))?;
         payload.len = rows.items() * Dtype::I32.size() as u64;

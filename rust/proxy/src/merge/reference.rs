@@ -39,6 +39,11 @@ impl Shape {
         }
     }
 
+    /// Numbers of a row, when the settings say them.
+    pub fn items(self) -> Option<u32> {
+        self.layers?.checked_mul(self.top_k?)
+    }
+
     /// Bytes of a number in an object.
     pub fn width(self) -> u64 {
         self.dtype(Dtype::I32).size() as u64

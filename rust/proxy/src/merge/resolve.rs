@@ -11,6 +11,7 @@ use super::intake::{Begin, Held, Payload};
 use super::reference::refer;
 use super::rope::{Range, Spliced};
 use super::text::{Fault, TextCut};
+use super::unsplit::unsplit;
 use crate::store::{Arena, Pin, Rows};
 
 /// What is known about the sequence that a payload belongs to.
@@ -57,7 +58,12 @@ pub(super) fn begin(plan: &Plan, name: Name, prefill: Option<&Payload>, seen: Se
     };
     let wire = prefill.wire;
     let item = wire.size() as u64;
-    let mut rows = widths(prompt, start, prefill.len, item, hint(plan, name)).into_iter().flatten();
+    let shown = match &prefill.held {
+        // Its length is that of narrow rows, but it says their shape.
+        Held::Elsewhere(d) => [Some(u64::from(d.layers) * u64::from(d.top_k) * item), None],
+        _ => widths(prompt, start, prefill.len, item, hint(plan, name)),
+    };
+    let mut rows = shown.into_iter().flatten().filter(|row| *row > 0);
     let Some(first) = rows.next() else { return Begin { wire, ..Begin::default() } };
     // Where both readings of prefill's length are possible the shorter skip loses nothing.
     let row = rows.fold(first, u64::min);
@@ -82,6 +88,9 @@ pub(super) fn resolve(
     text: &[u8],
     arena: &Arena,
 ) -> Result<Outcome, Error> {
+    if plan.unsplit {
+        return unsplit(plan, name, decode, seq, text);
+    }
     let (start, decode_start) = starts(plan, name);
     if seq.aborted {
         match (prefill, decode) {

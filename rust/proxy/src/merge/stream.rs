@@ -105,7 +105,8 @@ where
         out: VecDeque::new(),
         account: Account::default(),
         error: None,
-        settled: !(plan.routed_experts || plan.indexer_topk),
+        // What one engine sends in-line is its own affair.
+        settled: !(plan.routed_experts || plan.indexer_topk) || (plan.unsplit && !(plan.by_ref && plan.routed_experts)),
         echoed: false,
         ended: false,
         plan,

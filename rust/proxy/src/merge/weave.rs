@@ -2,8 +2,8 @@
 use std::sync::Arc;
 
 use r3router_core::error::{Error, Kind, Source};
-use r3router_core::r3::Name;
 use r3router_core::r3::outline::{Element, Member, Meta, Outline, elements};
+use r3router_core::r3::{Dtype, Name};
 use r3router_core::wire::{Route, Span};
 
 use super::intake::Payload;
@@ -24,7 +24,7 @@ enum Put {
     Text(Vec<u8>),
     Payload(Spliced),
     /// `before`, the payload in quotes, `after`.
-    Member(String, Spliced, &'static str),
+    Member(String, Spliced, String),
 }
 
 /// A JSON value of decode's: its text, the base of its offsets, its payloads.
@@ -140,7 +140,10 @@ fn payloads(
                 if name == Name::RoutedExperts && items > 0 {
                     account.row_items = Some(items);
                 }
-                edits.push(put(e, place, name, member, decode.is_some(), spliced));
+                // Where decode has no rows it has not said either how to read them.
+                let narrow = prefill.map(|p| p.wire).filter(|w| *w != Dtype::I32 && name == Name::RoutedExperts);
+                let unnamed = narrow.filter(|_| decode.is_none() && meta.is_none_or(|m| m.dtype.is_none()));
+                edits.push(put(e, place, name, member, decode.is_some(), spliced, unnamed));
             }
             Outcome::Reference(envelope, items, named) => {
                 if items > 0 {
@@ -159,18 +162,28 @@ pub(super) fn prompt(p: &PrefillPart, i: usize, place: Place) -> Option<u32> {
     place.of(e).filter(|_| place != Place::Ext).and_then(|m| m.prompt_tokens).or(e.prompt_tokens())
 }
 
-/// The rows in their place: in decode's string, in the place of null, or as a member that decode left out.
-fn put(e: &Element, place: Place, name: Name, member: Option<Member>, string: bool, spliced: Spliced) -> Edit {
+/// The rows in their place: in decode's string, in the place of null, or as a member that decode left out; then with their dtype, when
+/// decode has not named it.
+fn put(
+    e: &Element,
+    place: Place,
+    name: Name,
+    member: Option<Member>,
+    string: bool,
+    spliced: Spliced,
+    unnamed: Option<Dtype>,
+) -> Edit {
+    let dtype = unnamed.map_or_else(String::new, |d| format!(",\"{}_dtype\":\"{}\"", name.key(), d.name()));
     if let Some(m) = member {
         if string {
             let at = m.value.start + 1;
             return Edit { cut: Span { start: at, end: at }, put: Put::Payload(spliced) };
         }
-        return Edit { cut: m.value, put: Put::Member("\"".to_owned(), spliced, "\"") };
+        return Edit { cut: m.value, put: Put::Member("\"".to_owned(), spliced, format!("\"{dtype}")) };
     }
     let (at, before, after) = insertion(e, place);
     let before = format!("{before}\"{}\":\"", name.key());
-    let after = if after.is_empty() { "\"" } else { "\"}" };
+    let after = format!("\"{dtype}{after}");
     Edit { cut: Span { start: at, end: at }, put: Put::Member(before, spliced, after) }
 }
 
