@@ -156,7 +156,7 @@ async def test_r3_4_rows_that_nobody_fetches_are_gone_after_their_time(lab: Lab)
     for _ in range(20):
         envelope(await client.post("/generate", {"input_ids": IDS, **ASKED}, REF))
     metrics = await router.metrics()
-    assert metrics.sum("r3router_r3_objects_total", event="made") == 40
+    assert metrics.sum("r3router_r3_objects_total", event="made") == 20
 
     async def empty() -> bool:
         return (await router.metrics()).sum("r3router_r3_objects") == 0
@@ -166,7 +166,7 @@ async def test_r3_4_rows_that_nobody_fetches_are_gone_after_their_time(lab: Lab)
             break
         await asyncio.sleep(0.02)
     metrics = await router.metrics()
-    assert metrics.sum("r3router_r3_objects_total", event="expired_unread") == 40
+    assert metrics.sum("r3router_r3_objects_total", event="expired_unread") == 20
     assert metrics.sum("r3router_r3_arena_bytes", what="used") == 0
     assert not list(lab.store.glob("*/*.r3"))
 
@@ -191,14 +191,14 @@ async def test_r3_4_a_client_at_a_kilobyte_a_second_stops_nobody(lab: Lab) -> No
     assert (await client.delete(path)).status == 204
     came += await reader.read(-1)
     writer.close()
-    assert len(came) == 1_500_000 * LAYERS * TOP_K, "what was begun is finished although the rows were let go"
+    assert len(came) == 1_500_002 * LAYERS * TOP_K, "what was begun is finished although the rows were let go"
 
 
 async def test_r3_4_two_attempts_of_one_sample_have_rows_of_their_own(lab: Lab) -> None:
     fleet, router, client = await lab.serve(*SHAPE, prefill={"r3": MODEL}, decode={"r3": MODEL, "tokens": 50})
     first, second = [envelope(await client.post("/generate", {"input_ids": IDS, "rid": "s-1", **ASKED}, REF)) for _ in range(2)]
     uris = [{s["uri"] for s in ref["handle"]["segments"]} for ref in (first, second)]
-    assert len(uris[0] | uris[1]) == 4, "a client that asks again gets its own rows"
+    assert len(uris[0] | uris[1]) == 2, "a client that asks again gets its own rows"
     for uri in uris[0]:
         assert (await client.delete("/r3/" + uri.rsplit("/", 1)[1])).status == 204
     for uri in uris[1]:
@@ -221,11 +221,11 @@ async def test_r3_4_two_attempts_of_one_sample_have_rows_of_their_own(lab: Lab) 
     fleet.d.script = script
     third = envelope(await client.post("/generate", {"input_ids": IDS, "rid": "s-1", **ASKED}, REF))
     assert broken == 2, "it took two attempts"
-    assert len(third["handle"]["segments"]) == 2
+    assert len(third["handle"]["segments"]) == 1
     metrics = await router.metrics()
     objects = metrics.sum("r3router_r3_objects_total", event="made") - metrics.sum("r3router_r3_objects_total", event="unsent")
-    assert objects - made == 2
-    assert metrics.sum("r3router_r3_objects") == 4, "two of the second attempt, two of the third"
+    assert objects - made == 1
+    assert metrics.sum("r3router_r3_objects") == 2, "one of the second attempt, one of the third"
 
 
 def ports(count: int) -> list[int]:
@@ -301,7 +301,7 @@ async def test_r3_4_ten_thousand_samples_leave_nothing_behind(lab: Lab, tmp_path
         report = json.loads(out)
         assert (report["ok"], report["broken"], report["statuses"]) == (10_000, 0, {})
         metrics = await router.metrics()
-        assert metrics.sum("r3router_r3_objects_total", event="made") == 20_000
+        assert metrics.sum("r3router_r3_objects_total", event="made") == 10_000
         for _ in range(1000):
             metrics = await router.metrics()
             if metrics.sum("r3router_r3_objects") == 0:

@@ -2,13 +2,14 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use r3router_core::error::{Error, Kind, Source};
 use r3router_core::r3::decode::{Decoder, NotBase64};
 use r3router_core::r3::descriptor::{Descriptor, MAX_LEN, TEXT_PREFIX};
 use r3router_core::r3::{Dtype, Extract, Name, Piece, Wanted};
 
 use super::text::{Fault, Text};
-use crate::store::{Arena, Charge, Rows};
+use crate::store::{Arena, Charge, Draft, Rows};
 
 /// A payload that has ended.
 #[derive(Debug)]
@@ -34,6 +35,13 @@ impl Payload {
     pub(super) fn settle(&mut self, declared: Option<Dtype>) -> Result<(), Error> {
         let declared = declared.unwrap_or(Dtype::I32);
         self.wire = declared;
+        let draft = match &mut self.held {
+            Held::Draft(draft) if declared != Dtype::I32 => draft.get_mut().take(),
+            _ => None,
+        };
+        if let Some(draft) = draft {
+            self.held = Held::Rows(Arc::new(draft.into_rows()?));
+        }
         let Held::Rows(rows) = &mut self.held else { return Ok(()) };
         if rows.wire() == declared {
             return Ok(());
@@ -50,6 +58,8 @@ impl Payload {
 #[derive(Debug)]
 pub(super) enum Held {
     Rows(Arc<Rows>),
+    /// They lie in the file of an object that is being made; taken out when it is finished.
+    Draft(Mutex<Option<Draft>>),
     /// The text as it came.
     Text(Arc<Text>),
     /// It was a descriptor: the rows are somewhere else.
@@ -77,10 +87,50 @@ impl Default for Begin {
     }
 }
 
+/// How a payload is to be held while it comes in.
+#[derive(Debug)]
+pub(super) enum As {
+    /// Narrow, in memory.
+    Rows,
+    /// As the text that comes; the charge is for it.
+    Text(Charge),
+    /// In an object's file.
+    Draft(Draft),
+}
+
+/// Where numbers go.
+#[derive(Debug)]
+enum Place {
+    Rows(Rows),
+    Draft(Draft),
+    /// Between the two.
+    Nowhere,
+}
+
+impl Place {
+    /// Whole numbers as they are on the wire.
+    fn push(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        let taken = match self {
+            Self::Rows(rows) => return rows.push(bytes),
+            Self::Nowhere => return Ok(()),
+            Self::Draft(draft) => draft.push(bytes)?,
+        };
+        if taken < bytes.len()
+            && let Self::Draft(draft) = std::mem::replace(self, Self::Nowhere)
+        {
+            // A number that does not fit may be two narrow ones, which the reply says behind them.
+            let mut rows = draft.into_rows()?;
+            rows.push(&bytes[taken..])?;
+            *self = Self::Rows(rows);
+        }
+        Ok(())
+    }
+}
+
 /// Where bytes of a payload go.
 #[derive(Debug)]
 struct Sink {
-    rows: Rows,
+    into: Place,
     /// Bytes that are no whole number yet.
     carry: [u8; 4],
     carried: usize,
@@ -104,16 +154,18 @@ impl Sink {
             }
             self.carried = 0;
             let number = self.carry;
-            self.rows.push(&number[..size])?;
+            self.into.push(&number[..size])?;
         }
         let whole = bytes.len() / size * size;
-        self.rows.push(&bytes[..whole])?;
+        self.into.push(&bytes[..whole])?;
         self.carry[..bytes.len() - whole].copy_from_slice(&bytes[whole..]);
         self.carried = bytes.len() - whole;
-        if self.begin.limit.is_some_and(|limit| self.came > limit) {
+        if self.begin.limit.is_some_and(|limit| self.came > limit)
+            && let Place::Rows(rows) = &mut self.into
+        {
             // Whatever came so far is from before the start that was asked for.
-            let drop = (self.begin.surplus - self.given_up).min(self.rows.items() * size as u64) / size as u64;
-            self.rows.discard_front(drop);
+            let drop = (self.begin.surplus - self.given_up).min(rows.items() * size as u64) / size as u64;
+            rows.discard_front(drop);
             self.given_up += drop * size as u64;
         }
         Ok(())
@@ -123,7 +175,7 @@ impl Sink {
 #[derive(Debug)]
 enum Current {
     /// The first bytes of its text, until it is known what it is.
-    Head(Vec<u8>, Begin, Option<Charge>),
+    Head(Vec<u8>, Begin, As),
     Rows(Decoder, Sink),
     Text(Vec<Bytes>, Charge),
     Descriptor(Vec<u8>),
@@ -196,9 +248,9 @@ impl Intake {
         Ok(Fed::All)
     }
 
-    /// Says how the payload that has just started is to be read. With a charge its text is held as it comes.
-    pub(super) fn begin(&mut self, name: Name, begin: Begin, text: Option<Charge>) {
-        self.current = Some((name, self.text.len(), 0, Current::Head(Vec::new(), begin, text)));
+    /// Says how the payload that has just started is to be read, and how it is to be held.
+    pub(super) fn begin(&mut self, name: Name, begin: Begin, held: As) {
+        self.current = Some((name, self.text.len(), 0, Current::Head(Vec::new(), begin, held)));
     }
 
     fn fault(&self, e: Error) -> Error {
@@ -216,21 +268,21 @@ impl Intake {
         let Some((name, _, seen, current)) = &mut self.current else { return Ok(()) };
         let name = *name;
         *seen += text.len() as u64;
-        if let Current::Head(head, begin, charge) = current {
+        if let Current::Head(head, begin, held) = current {
             let take = (TEXT_PREFIX.len() - head.len()).min(text.len());
             head.extend_from_slice(&text[..take]);
             text = &text[take..];
             if head.len() < TEXT_PREFIX.len() {
                 return Ok(());
             }
-            let (head, begin, charge) = (std::mem::take(head), *begin, charge.take());
-            if head == TEXT_PREFIX {
-                *current = Current::Descriptor(head);
-            } else if let Some(charge) = charge {
-                *current = Current::Text(vec![Bytes::from(head)], charge);
-            } else {
-                *current = start(&self.arena, begin);
-                self.rows(name, &head)?;
+            let (head, begin, held) = (std::mem::take(head), *begin, std::mem::replace(held, As::Rows));
+            match held {
+                _ if head == TEXT_PREFIX => *current = Current::Descriptor(head),
+                As::Text(charge) => *current = Current::Text(vec![Bytes::from(head)], charge),
+                held => {
+                    *current = start(&self.arena, begin, held);
+                    self.rows(name, &head)?;
+                }
             }
         }
         match &mut self.current {
@@ -268,7 +320,7 @@ impl Intake {
             // Shorter than any descriptor.
             let (name, head, begin) = (*name, std::mem::take(head), *begin);
             if let Some((_, _, _, current)) = &mut self.current {
-                *current = start(&self.arena, begin);
+                *current = start(&self.arena, begin, As::Rows);
             }
             self.rows(name, &head)?;
         }
@@ -278,7 +330,12 @@ impl Intake {
             Current::Rows(decoder, sink) => {
                 decoder.finish().map_err(|NotBase64(at)| self.not_base64(name, at))?;
                 tail.extend_from_slice(&sink.carry[..sink.carried]);
-                (decoder.bytes(), sink.begin.skip + sink.given_up, Held::Rows(Arc::new(sink.rows)))
+                let held = match sink.into {
+                    Place::Rows(rows) => Held::Rows(Arc::new(rows)),
+                    Place::Draft(draft) => Held::Draft(Mutex::new(Some(draft))),
+                    Place::Nowhere => Held::Rows(Arc::new(Rows::new(&self.arena, sink.begin.wire, 0))),
+                };
+                (decoder.bytes(), sink.begin.skip + sink.given_up, held)
             }
             Current::Text(chunks, charge) => {
                 let text = Text::new(chunks, charge).map_err(|NotBase64(at)| self.not_base64(name, at))?;
@@ -310,11 +367,14 @@ impl Intake {
     }
 }
 
-fn start(arena: &Arena, begin: Begin) -> Current {
+fn start(arena: &Arena, begin: Begin, held: As) -> Current {
     let mut decoder = Decoder::skipping(begin.skip);
     if begin.discard {
         decoder.skip_rest();
     }
-    let rows = Rows::new(arena, begin.wire, begin.hint);
-    Current::Rows(decoder, Sink { rows, carry: [0; 4], carried: 0, came: 0, given_up: 0, begin })
+    let into = match held {
+        As::Draft(draft) if begin.wire == Dtype::I32 && begin.limit.is_none() => Place::Draft(draft),
+        _ => Place::Rows(Rows::new(arena, begin.wire, begin.hint)),
+    };
+    Current::Rows(decoder, Sink { into, carry: [0; 4], carried: 0, came: 0, given_up: 0, begin })
 }

@@ -9,9 +9,9 @@ use r3router_core::error::{Error, Source};
 use r3router_core::r3::Name;
 use r3router_core::r3::outline::Outline;
 
-use super::intake::{Begin, Fed, Intake};
+use super::intake::{As, Begin, Fed, Intake};
 use super::place::{self, Place};
-use super::prefill::{PrefillPart, cut_short, pull, settle};
+use super::prefill::{PrefillPart, cut_short, draft, pull, settle};
 use super::read::poll_next;
 use super::resolve::{Sequence, begin};
 use super::rope::{Rope, Unwind};
@@ -143,7 +143,8 @@ where
                 let left = content_length.map_or(0, |len| len.saturating_sub(intake.bytes) / 4 * 3);
                 how.hint = usize::try_from(left.saturating_sub(how.skip) / 4).unwrap_or(0);
             }
-            intake.begin(name, how, None);
+            let held = if plan.unsplit { draft(plan, name)? } else { As::Rows };
+            intake.begin(name, how, held);
         }
     }
     let text = intake.take_text();

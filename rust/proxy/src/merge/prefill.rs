@@ -7,10 +7,11 @@ use r3router_core::error::{Error, Kind, Source};
 use r3router_core::r3::outline::Outline;
 use r3router_core::r3::{Dtype, Name, Wanted};
 
-use super::intake::{Begin, Fed, Held, Intake, Payload};
+use super::intake::{As, Begin, Fed, Held, Intake, Payload};
 use super::place::{Place, payload};
 use super::read::next;
 use super::{Hold, Plan};
+use crate::store::Draft;
 
 /// What prefill's reply gives to the merge. Dropping it gives its arena bytes back.
 #[derive(Debug, Default)]
@@ -59,12 +60,22 @@ where
             let hint = usize::try_from(left / 4 * 3 / 4).unwrap_or(0);
             // A text that does not fit is decoded after all.
             let text = (plan.hold == Hold::Text && left > 0).then(|| arena.charge(left).ok()).flatten();
-            intake.begin(name, Begin { hint, ..Begin::default() }, text);
+            let held = text.map_or_else(|| draft(plan, name), |charge| Ok(As::Text(charge)))?;
+            intake.begin(name, Begin { hint, ..Begin::default() }, held);
         }
     }
     let mut part = finish(intake, plan)?;
     pull(&mut part.payloads, plan, Source::Prefill, arena).await?;
     Ok(part)
+}
+
+/// Rows that become an object go straight into its file, where their dtype is known before they come.
+pub(super) fn draft(plan: &Plan, name: Name) -> Result<As, Error> {
+    let refs = plan.refs.as_ref().filter(|refs| plan.by_ref && name == Name::RoutedExperts && !refs.store.spills());
+    match refs.and_then(|refs| Some((refs, refs.shape.experts?))) {
+        Some((refs, experts)) => Ok(As::Draft(Draft::new(&refs.store, Dtype::for_experts(experts))?)),
+        None => Ok(As::Rows),
+    }
 }
 
 /// Whether rows must be pulled from an engine's host before the reply can be made.

@@ -12,7 +12,7 @@ use r3router_core::r3::{Dtype, Name};
 use super::Plan;
 use super::intake::{Held, Payload};
 use super::resolve::{Outcome, at, fault};
-use crate::store::{Meta, Part, Pin, Rows, Store, id_text};
+use crate::store::{Draft, Meta, Part, Pin, Rows, Store, id_text};
 
 /// How long engines keep rows for a reference, seconds; their agents' default.
 const EXPIRES_S: u64 = 600;
@@ -103,6 +103,8 @@ impl Segment {
 enum Leg<'a> {
     There(&'a Descriptor),
     Here(&'a Payload, Arc<Rows>),
+    /// In the file of an object that is not finished.
+    Begun(&'a Payload),
 }
 
 impl<'a> Leg<'a> {
@@ -110,6 +112,7 @@ impl<'a> Leg<'a> {
         Ok(match &payload.held {
             Held::Elsewhere(d) => Self::There(d),
             Held::Rows(rows) => Self::Here(payload, Arc::clone(rows)),
+            Held::Draft(_) => Self::Begun(payload),
             Held::Text(text) => {
                 let refs = plan.refs.as_ref().ok_or_else(|| none(plan))?;
                 let rows = text.decode(refs.store.arena(), payload.wire).map_err(|e| fault(plan, payload.name, e))?;
@@ -121,23 +124,36 @@ impl<'a> Leg<'a> {
     fn dtype(&self) -> Dtype {
         match self {
             Self::There(d) => d.dtype,
-            Self::Here(payload, _) => payload.wire,
+            Self::Here(payload, _) | Self::Begun(payload) => payload.wire,
         }
+    }
+
+    /// Whether the router has the rows.
+    fn ours(&self) -> bool {
+        !matches!(self, Self::There(_))
     }
 
     /// Numbers that the leg sent.
     fn items(&self) -> u64 {
         match self {
             Self::There(d) => u64::from(d.rows) * u64::from(d.layers) * u64::from(d.top_k),
-            Self::Here(payload, _) => payload.len / payload.wire.size() as u64,
+            Self::Here(payload, _) | Self::Begun(payload) => payload.len / payload.wire.size() as u64,
         }
     }
 
     fn shape(&self) -> Option<(u32, u32)> {
         match self {
             Self::There(d) => Some((d.layers, d.top_k)),
-            Self::Here(..) => None,
+            Self::Here(..) | Self::Begun(_) => None,
         }
+    }
+}
+
+/// The object that a payload's rows are in, to be finished.
+fn taken(payload: &Payload) -> Option<Draft> {
+    match &payload.held {
+        Held::Draft(draft) => draft.lock().take(),
+        _ => None,
     }
 }
 
@@ -162,17 +178,14 @@ pub(super) fn refer(
         let message = format!("prefill's rows are {one:?}, decode's {other:?} (layers, experts)");
         return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message)));
     }
-    if let (Leg::Here(..), Some(Leg::Here(..))) = (&p, &d)
-        && d.as_ref().is_some_and(|d| d.dtype() != p.dtype())
-        && p.items() > 0
-    {
+    if p.ours() && d.as_ref().is_some_and(|d| d.ours() && d.dtype() != p.dtype()) && p.items() > 0 {
         let other = d.as_ref().map_or("", |d| d.dtype().name());
         let message = format!("prefill sent {} as {}, decode as {other}", name.key(), p.dtype().name());
         return Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message))
             .advise("run one engine version and one routed_experts_dtype on both sides"));
     }
     // Texts are compared in bytes, so that one too many is seen; an object and a text can only be compared in numbers.
-    let texts = matches!(&p, Leg::Here(..)) && !matches!(&d, Some(Leg::There(_)));
+    let texts = p.ours() && d.as_ref().is_none_or(Leg::ours);
     let width =
         if texts { if p.items() > 0 { p.dtype() } else { d.as_ref().map_or(p.dtype(), Leg::dtype) }.size() } else { 1 };
     let legs = if texts {
@@ -189,6 +202,7 @@ pub(super) fn refer(
         }
     }
     let cut = cut(&legs).map_err(|e| at(plan, e))?;
+    let wire = p.dtype();
     let items = u32::try_from(cut.row / width as u64).unwrap_or(0);
     let known = p.shape().or_else(|| d.as_ref().and_then(Leg::shape));
     if let Some((layers, top_k)) = known
@@ -203,13 +217,41 @@ pub(super) fn refer(
     let (layers, top_k) = known.unwrap_or_else(|| of.of(items));
     let mut out = Envelope { plan, layers, top_k, text, segments: Vec::new(), pins: Vec::new(), expires_s: EXPIRES_S };
     let start = u64::from(plan.start);
-    if cut.prefill_rows > 0 {
-        out.add(&p, (cut.prefill_skip, cut.prefill_rows), start)?;
+    let mut d = d.filter(|_| cut.decode_rows > 0);
+    let p = match p {
+        Leg::Begun(payload) => {
+            let draft = taken(payload).ok_or_else(|| none(plan))?;
+            if cut.prefill_rows > 0 && cut.prefill_skip == 0 && cut.prefill_rows * u64::from(items) == draft.items() {
+                // Decode's rows go into the same file, so that a client of this host finds all of them in one piece.
+                let more = match &d {
+                    Some(Leg::Here(payload, held)) => {
+                        Some(out.part(payload, held, (cut.decode_skip, cut.decode_rows))?)
+                    }
+                    _ => None,
+                };
+                let rows = cut.prefill_rows + if more.is_some() { cut.decode_rows } else { 0 };
+                let meta = out.meta(out.plan.refs.as_ref().ok_or_else(|| none(plan))?, Dtype::I32, start, rows);
+                let pin = draft.finish(meta, more.as_ref()).map_err(|e| at(plan, e))?;
+                out.made(pin, start, rows)?;
+                if more.is_some() {
+                    d = None;
+                }
+                None
+            } else {
+                Some(Leg::Here(payload, Arc::new(draft.into_rows()?)))
+            }
+        }
+        p => Some(p),
+    };
+    if let Some(p) = &p
+        && cut.prefill_rows > 0
+    {
+        out.add(p, (cut.prefill_skip, cut.prefill_rows), start)?;
     }
-    if let Some(d) = d.filter(|_| cut.decode_rows > 0) {
-        out.add(&d, (cut.decode_skip, cut.decode_rows), start + cut.prefill_rows)?;
+    if let Some(d) = &d {
+        out.add(d, (cut.decode_skip, cut.decode_rows), start + cut.prefill_rows)?;
     }
-    let dtype = out.segments.iter().map(|s| s.dtype).max().unwrap_or(p.dtype());
+    let dtype = out.segments.iter().map(|s| s.dtype).max().unwrap_or(wire);
     let member = out.write(&cut, dtype);
     Ok(Outcome::Reference(member, items, out.pins))
 }
@@ -232,23 +274,35 @@ impl Envelope<'_> {
                 return Ok(());
             }
             Leg::Here(payload, rows) => (payload, rows),
+            // Prefill's only, and that one is finished or in memory by now.
+            Leg::Begun(_) => return Err(none(self.plan)),
         };
         let refs = self.plan.refs.as_ref().ok_or_else(|| none(self.plan))?;
+        let part = self.part(payload, held, (skip, rows))?;
+        let meta = self.meta(refs, payload.wire, pos, rows);
+        let pin = refs.store.put(meta, &part).map_err(|e| at(self.plan, e))?;
+        self.made(pin, pos, rows)
+    }
+
+    /// Rows `[skip, skip + rows)` of what a leg sent, of which `held` may have the end only.
+    fn part(&self, payload: &Payload, held: &Arc<Rows>, (skip, rows): (u64, u64)) -> Result<Part, Error> {
         let per_row = u64::from(self.layers) * u64::from(self.top_k);
         let (wanted, from) = (skip * per_row, payload.from / payload.wire.size() as u64);
-        let part = match wanted.checked_sub(from) {
+        match wanted.checked_sub(from) {
             Some(first) if first + rows * per_row <= held.items() => {
-                Part { rows: Arc::clone(held), from: first, items: rows * per_row }
+                Ok(Part { rows: Arc::clone(held), from: first, items: rows * per_row })
             }
             _ => {
                 let message = "an engine's rows lie where they were not expected after its first bytes";
-                return Err(at(self.plan, Error::new(Kind::R3Mismatch, Source::Decode, message))
-                    .with_limit(wanted as f64, from as f64));
+                Err(at(self.plan, Error::new(Kind::R3Mismatch, Source::Decode, message))
+                    .with_limit(wanted as f64, from as f64))
             }
-        };
-        let dtype = refs.shape.dtype(payload.wire);
-        let meta = Meta {
-            dtype,
+        }
+    }
+
+    fn meta(&self, refs: &Refs, wire: Dtype, pos: u64, rows: u64) -> Meta {
+        Meta {
+            dtype: refs.shape.dtype(wire),
             layers: self.layers,
             top_k: self.top_k,
             start: u32::try_from(pos).unwrap_or(u32::MAX),
@@ -256,8 +310,12 @@ impl Envelope<'_> {
             attempt: refs.attempt,
             weight_version: weights(self.text),
             rid: refs.rid.to_string(),
-        };
-        let pin = refs.store.put(meta, &part).map_err(|e| at(self.plan, e))?;
+        }
+    }
+
+    /// Names an object of this router's.
+    fn made(&mut self, pin: Pin, pos: u64, rows: u64) -> Result<(), Error> {
+        let refs = self.plan.refs.as_ref().ok_or_else(|| none(self.plan))?;
         let object = pin.object();
         self.segments.push(Segment {
             uri: format!("{}/r3/{}", refs.base, id_text(object.id)),
@@ -266,7 +324,7 @@ impl Envelope<'_> {
             offset: ROWS_AT,
             pos,
             rows,
-            dtype,
+            dtype: object.meta.dtype,
             crc32: Some(object.crc32),
         });
         self.expires_s = self.expires_s.min(refs.store.keeps().as_secs());

@@ -141,7 +141,7 @@ pub(super) fn resolve(
             let d = match d {
                 None => None,
                 Some(Held::Rows(rows)) => Some(rows),
-                Some(Held::Elsewhere(_) | Held::Text(_)) => return Err(apart(plan, name)),
+                Some(Held::Elsewhere(_) | Held::Text(_) | Held::Draft(_)) => return Err(apart(plan, name)),
             };
             if let Some(d) = d
                 && d.wire() != prefill.wire
@@ -157,7 +157,8 @@ pub(super) fn resolve(
             let cut = cut(&legs(item)).map_err(|e| at(plan, e))?;
             rows(plan, arena, prefill, decode.zip(d), &cut, item)
         }
-        (Held::Elsewhere(_), _) => Err(Error::new(
+        // Only what goes by reference is a draft.
+        (Held::Elsewhere(_) | Held::Draft(_), _) => Err(Error::new(
             Kind::R3Unsupported,
             Source::Router,
             format!("the engines keep {} on their hosts and this client wants it in the reply", name.key()),
@@ -192,7 +193,7 @@ fn rows(
                     }
                 }
             }
-            Held::Elsewhere(_) => {}
+            Held::Elsewhere(_) | Held::Draft(_) => {}
         }
     }
     if let Some((payload, rows)) = decode

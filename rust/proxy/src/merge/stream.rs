@@ -14,9 +14,9 @@ use r3router_core::r3::outline::Outline;
 use r3router_core::sse::{Piece, Splitter};
 use r3router_core::wire::Route;
 
-use super::intake::{Fed, Intake, Payload};
+use super::intake::{As, Fed, Intake, Payload};
 use super::json::{Waiting, begin_payload};
-use super::prefill::{PrefillPart, far, pull, settle};
+use super::prefill::{PrefillPart, draft, far, pull, settle};
 use super::read::poll_next;
 use super::rope::{Rope, Unwind, Weaver};
 use super::weave::{self, Reply, weave};
@@ -399,7 +399,11 @@ where
             ready!(prefill);
             let from = self.json.map_or(0, |(start, _)| start);
             let begin = begin_payload(&self.plan, &self.intake, from, name, self.prefill.part());
-            self.intake.begin(name, begin, None);
+            let held = match self.plan.unsplit.then(|| draft(&self.plan, name)).transpose() {
+                Ok(held) => held.unwrap_or(As::Rows),
+                Err(e) => return Poll::Ready(Err(e)),
+            };
+            self.intake.begin(name, begin, held);
             self.opened = None;
         }
         if let Some(pulling) = &mut self.pulling {

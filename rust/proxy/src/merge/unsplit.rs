@@ -81,7 +81,7 @@ fn in_line(plan: &Plan, name: Name, sent: &Payload) -> Result<Outcome, Error> {
             let whole = Range { rows: Arc::clone(rows), from: 0, items: rows.items() };
             Ok(Outcome::Rows(Spliced { ranges: vec![whole], ..Spliced::default() }, 0))
         }
-        Held::Rows(_) | Held::Text(_) => {
+        Held::Rows(_) | Held::Text(_) | Held::Draft(_) => {
             let message = format!("the engine's {} has bytes that are no whole number", name.key());
             Err(at(plan, Error::new(Kind::R3Mismatch, Source::Decode, message)))
         }

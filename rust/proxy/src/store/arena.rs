@@ -117,6 +117,11 @@ pub struct Charge {
 }
 
 impl Charge {
+    /// Takes over what `other` of the same budget holds.
+    pub fn absorb(&mut self, mut other: Self) {
+        self.bytes += std::mem::take(&mut other.bytes);
+    }
+
     /// Gives back all but `bytes`.
     pub fn shrink(&mut self, bytes: u64) {
         let less = self.bytes.saturating_sub(bytes);

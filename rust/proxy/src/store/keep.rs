@@ -250,7 +250,7 @@ impl Store {
         let path = dir.join(format!("{}.r3", id_text(id)));
         let temporary = dir.join(format!("{}.tmp", id_text(id)));
         let created_ms = now_ms();
-        let expires_ms = created_ms + u64::try_from(self.keeps().as_millis()).unwrap_or(u64::MAX / 2);
+        let expires_ms = self.expiry(created_ms);
         let written = write(&temporary, &meta, part, created_ms, expires_ms).and_then(|crc| {
             fs::rename(&temporary, &path).map_err(Fault::System)?;
             Ok(crc)
@@ -259,10 +259,42 @@ impl Store {
             Ok(crc) => crc,
             Err(fault) => {
                 let _ = fs::remove_file(&temporary);
-                return Err(self.fault(fault, &meta, &dir));
+                return Err(self.fault(fault, meta.dtype, meta.bytes(), &dir));
             }
         };
-        let spilled = charge.is_none();
+        Ok(self.admit((id, path), meta, crc32, expires_ms, charge))
+    }
+
+    /// Whether there is a directory for what the arena has no room for.
+    pub fn spills(&self) -> bool {
+        self.inner.place.spill.is_some()
+    }
+
+    /// This process's own directory.
+    pub(super) fn dir(&self) -> Result<PathBuf, Error> {
+        let mut home = self.inner.home.lock();
+        let home = match &mut *home {
+            Some(home) => home,
+            none => none.insert(self.settle()?),
+        };
+        Ok(home.dir.clone())
+    }
+
+    /// When what is made at `created_ms` expires.
+    pub(super) fn expiry(&self, created_ms: u64) -> u64 {
+        created_ms + u64::try_from(self.keeps().as_millis()).unwrap_or(u64::MAX / 2)
+    }
+
+    /// A complete file becomes an object. Without a charge it is a spilled one.
+    pub(super) fn admit(
+        &self,
+        (id, path): (Id, PathBuf),
+        meta: Meta,
+        crc32: u32,
+        expires_ms: u64,
+        charge: Option<Charge>,
+    ) -> Pin {
+        let (spilled, bytes) = (charge.is_none(), HEADER as u64 + meta.bytes());
         let object = Arc::new(Object { id, meta, crc32, path, expires_ms, fetched: AtomicBool::new(false), charge });
         let held = {
             let mut table = self.inner.table.lock();
@@ -276,7 +308,7 @@ impl Store {
             self.inner.ends.spilled.fetch_add(1, Ordering::Relaxed);
         }
         (self.inner.changed)(held);
-        Ok(Pin { store: self.clone(), object, kept: AtomicBool::new(false) })
+        Pin { store: self.clone(), object, kept: AtomicBool::new(false) }
     }
 
     /// The object of an id.
@@ -360,19 +392,20 @@ impl Store {
         Ok(Home { dir, spill, _owner: owner, _spill_owner: spill_owner })
     }
 
-    fn fault(&self, fault: Fault, meta: &Meta, dir: &Path) -> Error {
+    /// `fault` while an object of so many bytes was written.
+    pub(super) fn fault(&self, fault: Fault, dtype: Dtype, bytes: u64, dir: &Path) -> Error {
         match fault {
             Fault::System(e) if e.kind() == io::ErrorKind::StorageFull => {
                 Error::new(Kind::R3ArenaTooSmall, Source::Router, format!("{} is full: {e}", dir.display()))
                     .with_status(503)
                     .retryable()
-                    .with_limit(self.inner.arena.cap() as f64, meta.bytes() as f64)
+                    .with_limit(self.inner.arena.cap() as f64, bytes as f64)
                     .advise("mount a larger tmpfs there (in a pod: emptyDir with medium Memory), or lower --r3-arena-bytes below it")
             }
             Fault::System(e) => unusable(dir, &e),
             Fault::Range(n) => {
-                let message = format!("an expert id does not fit {}, the model's dtype", meta.dtype.name());
-                let most = if meta.dtype == Dtype::U8 { 255.0 } else { 65_535.0 };
+                let message = format!("an expert id does not fit {}, the model's dtype", dtype.name());
+                let most = if dtype == Dtype::U8 { 255.0 } else { 65_535.0 };
                 Error::new(Kind::R3Mismatch, Source::Decode, message)
                     .with_limit(most, f64::from(n))
                     .advise("set --r3-experts to the model's number of experts")
@@ -391,7 +424,8 @@ impl Drop for Inner {
     }
 }
 
-enum Fault {
+/// Why a file was not written.
+pub(super) enum Fault {
     System(io::Error),
     Range(u32),
 }
@@ -429,7 +463,7 @@ fn recover(root: &Path) -> u64 {
     removed
 }
 
-fn now_ms() -> u64 {
+pub(super) fn now_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
