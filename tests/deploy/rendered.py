@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
-import tomllib
-
 from deploy.schemas import Json, faults, templates, versions
+from deploy.tools import module
+from r3router.native import core
 
 UNITS = {"": 1, "Mi": 1 << 20, "Gi": 1 << 30}
 
@@ -43,7 +45,7 @@ def config(manifests: list[Json], template: Json) -> tuple[Json, str]:
     mount = next(m["name"] for m in router["volumeMounts"] if m["mountPath"] == folder)
     source = next(v["configMap"]["name"] for v in template["spec"]["volumes"] if v["name"] == mount)
     text: str = named(manifests, "ConfigMap", source)["data"][file]
-    return tomllib.loads(text), text
+    return module("tomllib").loads(text), text
 
 
 def matches(selector: Json, labels: Json) -> bool:
@@ -58,6 +60,24 @@ def seconds(value: Any) -> int:
         return value
     number, unit = re.fullmatch(r"(\d+)(s|m|h)", value).groups()  # type: ignore[union-attr]
     return int(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+
+
+def accepted(text: str, folder: Path, env: dict[str, str] | None = None) -> Json:
+    """What the router makes of a file. The volumes that a pod mounts are not there: a small arena and a folder stand for them."""
+    path = folder / "router.toml"
+    path.write_text(text, "utf-8")
+    flags = {"r3_arena_bytes": "16MiB", "r3_store_dir": str(folder)}
+    if "r3_spill_dir" in module("tomllib").loads(text):
+        flags["r3_spill_dir"] = str(folder)
+    checked: Json = json.loads(core.check_settings(json.dumps({"flags": flags, "env": env or {}, "config": str(path)})))
+    # The arena's own text, by itself.
+    alone = {"r3_arena_bytes": module("tomllib").loads(text)["r3_arena_bytes"]}
+    try:
+        core.check_settings(json.dumps({"flags": alone, "env": {}, "config": None}))
+    except core.SettingsError as error:
+        assert "/dev/shm" in str(error), error
+    assert [w for w in checked["warnings"] if "ignored" in w] == []
+    return checked
 
 
 def check_schemas(manifests: list[Json]) -> None:
