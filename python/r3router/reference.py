@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -80,8 +81,21 @@ def demo_table(report: dict[str, Any]) -> str:
             seconds(column["engine_wait"]),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", *(f"Left out: {why}." for why in report["left_out"])]
-    return "\n".join(lines)
+    notes = [note for column in report["columns"] for note in demo_notes(column)]
+    lines += ["", *notes, *(f"Left out: {why}." for why in report["left_out"])]
+    return "\n".join(lines).rstrip()
+
+
+def demo_notes(column: dict[str, Any]) -> list[str]:
+    """What the row of a router leaves unsaid: replies without R3, and other answers than 200."""
+    notes = []
+    if column["missing_r3"]:
+        missing, all_of_them = column["missing_r3"], column["completed"]
+        notes.append(f"{missing:,} of its {all_of_them:,} replies had no R3, and each byte that is missing counts as wrong")
+    for answer, count in sorted(column["failures"].items(), key=lambda pair: -pair[1])[:3]:
+        code = re.search(r'"code":"(\w+)"', answer)
+        notes.append(f"{count:,} requests got {answer.split(':')[0]}{f' `{code[1]}`' if code else ''}")
+    return [f"- {column['name']}: {'; '.join(notes)}."] if notes else []
 
 
 def main() -> None:

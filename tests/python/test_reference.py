@@ -34,6 +34,8 @@ REPORT = {
             "mean_running": 6.5,
             "router_wait": [0.0, 0.1],
             "engine_wait": [100.0, 299.96],
+            "missing_r3": 0,
+            "failures": {},
         }
     ],
     "left_out": ["(a2) sglang-router 0.3.2: not installed"],
@@ -46,6 +48,18 @@ def test_the_incident_table_says_what_ran_where_and_when():
     assert "a machine, 2026-01-02, at scale 1:30:" in lines[0]
     assert lines[4] == "| unbounded router | 7 | 8 | 9 | 0.12 | 50 | 6.5 | 0.0 / 0.1 | 100.0 / 300.0 |"
     assert lines[-1] == "Left out: (a2) sglang-router 0.3.2: not installed."
+
+
+def test_what_a_row_leaves_unsaid_stands_below_the_table():
+    refused = '503: {"error":{"type":"Service Unavailable","code":"server_selection_failed","mess'
+    failures = {refused: 2_000, "client gone": 1}
+    column = {**REPORT["columns"][0], "name": "peer", "completed": 1_111, "missing_r3": 1_110, "failures": failures}
+    lines = demo_table({**REPORT, "columns": [*REPORT["columns"], column], "left_out": []}).splitlines()
+    assert lines[-1] == (
+        "- peer: 1,110 of its 1,111 replies had no R3, and each byte that is missing counts as wrong; "
+        "2,000 requests got 503 `server_selection_failed`; 1 requests got client gone."
+    )
+    assert not any(line.startswith("- unbounded") for line in lines)
 
 
 def test_the_table_goes_between_the_markers_and_nothing_else_changes():
