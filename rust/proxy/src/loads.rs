@@ -135,7 +135,8 @@ impl MambaGauge {
     }
 }
 
-/// `(dp_rank, gauge)` of every rank that `/metrics` has mamba gauges for. Several lines of one rank (TP ranks) have one value.
+/// `(dp_rank, gauge)` of every rank that `/metrics` tells a mamba pool of. Several lines of one rank (TP ranks) have one value. A pool of
+/// no slot at all is none: a model without state, or a scheduler that has not told its gauges yet.
 pub fn mamba_gauges(metrics: &str) -> Vec<(u16, MambaGauge)> {
     let mut gauges: Vec<(u16, MambaGauge)> = Vec::new();
     for line in metrics.lines() {
@@ -159,6 +160,7 @@ pub fn mamba_gauges(metrics: &str) -> Vec<(u16, MambaGauge)> {
             _ => {}
         }
     }
+    gauges.retain(|(_, gauge)| gauge.pool() != Some(0));
     gauges
 }
 
@@ -227,5 +229,15 @@ mod tests {
         assert_eq!(gauges[0], (0, MambaGauge { available: Some(70), evictable: Some(2), used: Some(56) }));
         assert_eq!((gauges[0].1.free(), gauges[0].1.pool()), (Some(72), Some(128)));
         assert_eq!((gauges[1].0, gauges[1].1.free(), gauges[1].1.pool()), (1, Some(5), None));
+    }
+
+    /// A plain MoE model has the gauges too, all of them zero; so may a scheduler that has not made a step.
+    #[test]
+    fn gauges_of_no_slot_at_all_bound_nothing() {
+        let zero = "sglang:mamba_available_tokens{dp_rank=\"0\"} 0.0\nsglang:mamba_evictable_tokens{dp_rank=\"0\"} 0.0\n\
+                    sglang:mamba_used_tokens{dp_rank=\"0\"} 0.0\n";
+        assert_eq!(mamba_gauges(zero), []);
+        let taken = zero.replace("used_tokens{dp_rank=\"0\"} 0.0", "used_tokens{dp_rank=\"0\"} 8.0");
+        assert_eq!(mamba_gauges(&taken)[0].1.free(), Some(0));
     }
 }
