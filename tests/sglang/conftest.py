@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from . import environment, fleet
+from .plugin_pair import pair
+
+__all__ = ["pair"]  # a fixture
 
 BEGAN = time.monotonic()
 

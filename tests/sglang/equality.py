@@ -61,7 +61,7 @@ class Equality:
 
     def test_generate_stream_events_are_the_unified_engines(self, front: Front) -> None:
         body = generate(30, 6, stream=True, **LOGPROBS)
-        got, expected = events(f"{front.url}/generate", body), events(f"{front.unified.url}/generate", body)
+        got, expected = front.events("/generate", body), events(f"{front.unified.url}/generate", body)
         same_generate(got[-1], expected[-1], logprobs=True)
         by_length = {len(event["output_ids"]): event for event in expected}
         for event in got:
@@ -71,13 +71,13 @@ class Equality:
 
     def test_a_stream_of_one_token_ends_with_prefills_rows(self, front: Front) -> None:
         body = generate(9, 1, stream=True)
-        got, expected = events(f"{front.url}/generate", body), events(f"{front.unified.url}/generate", body)
+        got, expected = front.events("/generate", body), events(f"{front.unified.url}/generate", body)
         same_generate(got[-1], expected[-1])
 
     @pytest.mark.parametrize("new", [1, 5])
     def test_batch_is_a_list_in_order(self, front: Front, new: int) -> None:
         body = generate(3, new) | {"input_ids": [prompt(9, 2), prompt(21, 3), prompt(4, 4)]} | LOGPROBS
-        got = post(f"{front.url}/generate", body)
+        got = front.post("/generate", body)
         assert isinstance(got, list) and len(got) == 3
         for at, element in enumerate(got):
             single = body | {"input_ids": body["input_ids"][at]}
@@ -86,7 +86,7 @@ class Equality:
     def test_two_samples_each_carry_their_own_rows(self, front: Front) -> None:
         body = generate(12, 5)
         body["sampling_params"]["n"] = 2
-        got = post(f"{front.url}/generate", body)
+        got = front.post("/generate", body)
         expected = post(f"{front.unified.url}/generate", generate(12, 5))
         assert isinstance(got, list) and len(got) == 2
         for element in got:
@@ -107,7 +107,7 @@ class Equality:
 
     def test_chat_samples_are_joined_as_choices(self, front: Front) -> None:
         body = CHAT | {"return_meta_info": True}
-        got, expected = post(f"{front.url}/v1/chat/completions", body | {"n": 2}), post(f"{front.unified.url}/v1/chat/completions", body)
+        got, expected = front.post("/v1/chat/completions", body | {"n": 2}), post(f"{front.unified.url}/v1/chat/completions", body)
         assert [choice["index"] for choice in got["choices"]] == [0, 1]
         for choice in got["choices"]:
             assert choice["message"] == expected["choices"][0]["message"]
@@ -117,7 +117,7 @@ class Equality:
     def test_openai_streams_end_with_the_rows(self, front: Front, route: str) -> None:
         body = CHAT if "chat" in route else completion("route me")
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
-        got, expected = events(front.url + route, body), events(front.unified.url + route, body)
+        got, expected = front.events(route, body), events(front.unified.url + route, body)
 
         def payload(stream: list[Any]) -> str | None:
             found = [rows for event in stream if (rows := in_sglext(event)) is not None]

@@ -43,10 +43,12 @@ def free_ports(count: int) -> int:
             return first
 
 
-def call(url: str, body: Any = None, *, timeout: float = 120, method: str | None = None) -> tuple[int, bytes]:
+def call(
+    url: str, body: Any = None, *, timeout: float = 120, method: str | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, bytes]:
     """Status and raw body of a GET (no body) or POST; HTTP errors are answers, not exceptions."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"}, method=method)
+    request = urllib.request.Request(url, data, {"content-type": "application/json"} | (headers or {}), method=method)
     try:
         with _OPENER.open(request, timeout=timeout) as reply:
             return reply.status, reply.read()
@@ -54,17 +56,17 @@ def call(url: str, body: Any = None, *, timeout: float = 120, method: str | None
         return error.code, error.read()
 
 
-def post(url: str, body: Any, *, timeout: float = 120) -> Any:
+def post(url: str, body: Any, *, timeout: float = 120, headers: dict[str, str] | None = None) -> Any:
     """The JSON reply of a POST; raises with status and text when it is not 200."""
-    status, raw = call(url, body, timeout=timeout)
+    status, raw = call(url, body, timeout=timeout, headers=headers)
     if status != 200:
         raise AssertionError(f"{url}: {status} {raw[:500]!r}")
     return json.loads(raw)
 
 
-def events(url: str, body: Any, *, timeout: float = 120) -> list[Any]:
+def events(url: str, body: Any, *, timeout: float = 120, headers: dict[str, str] | None = None) -> list[Any]:
     """The JSON events of an SSE reply, without `[DONE]`, which must be the last."""
-    status, raw = call(url, body, timeout=timeout)
+    status, raw = call(url, body, timeout=timeout, headers=headers)
     assert status == 200, (status, raw[:500])
     blocks = [block.removeprefix("data: ") for block in raw.decode().split("\n\n") if block.strip()]
     assert blocks[-1] == "[DONE]", blocks[-1][:200]
@@ -173,6 +175,8 @@ def engine(
         "--disable-overlap-schedule",
         "--sleep-on-idle",
         *environment.NO_BUFFER,
+        # Without it the engine sizes a host pool by the machine's free memory, which the other engines have taken.
+        *("--hicache-ratio", "1.5"),
         "--skip-server-warmup",
         "--enable-metrics",
         "--enable-return-routed-experts",
@@ -266,9 +270,17 @@ class Front:
         """The router's address."""
         return self.router.url
 
+    def post(self, path: str, body: Any) -> Any:
+        """The router's reply."""
+        return post(self.url + path, body)
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The router's events."""
+        return events(self.url + path, body)
+
     def both(self, path: str, body: Any) -> tuple[Any, Any]:
         """The router's reply and the unified engine's."""
-        return post(self.url + path, body), post(self.unified.url + path, body)
+        return self.post(path, body), post(self.unified.url + path, body)
 
 
 @dataclass

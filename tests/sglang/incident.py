@@ -97,13 +97,20 @@ class Column:
         """The largest value in decode's log."""
         return max((line[at] for line in self.log), default=0)
 
-    def agreement(self) -> tuple[int, int]:
-        """Looks at which decode's transfers lie within what the ledger said around that time, and looks in all."""
-        good = 0
+    def agreement(self) -> tuple[int, int, int]:
+        """Looks by what they say of decode's transfers beside the ledger's around that time: equal or between, more, fewer.
+
+        More would be a request at decode that the ledger does not know of. Fewer is a transfer that has arrived and that the ledger
+        still counts, because it hears of the arrival with prefill's reply.
+        """
+        equal = more = fewer = 0
         for seen in self.seen:
             near = [other.ledger_transfer or 0 for other in self.seen if abs(other.at - seen.said_at) <= SETTLED_S]
-            good += bool(near) and min(near) <= seen.transfer + seen.prealloc <= max(near)
-        return good, len(self.seen)
+            at_decode = seen.transfer + seen.prealloc
+            more += bool(near) and at_decode > max(near)
+            fewer += bool(near) and at_decode < min(near)
+            equal += bool(near) and min(near) <= at_decode <= max(near)
+        return equal, more, fewer
 
 
 def reason(status: int, raw: bytes) -> str:
@@ -203,7 +210,7 @@ def table(done: list[Column]) -> str:
         ("decode: highest pre-allocated usage (log)", lambda c: f"{c.logged(2):.2f}"),
         ("ledger: most in transfer", lambda c: c.most("ledger_transfer") if c.name != "peer" else "-"),
         ("ledger: most open", lambda c: c.most("ledger_open") if c.name != "peer" else "-"),
-        ("looks at which ledger and decode agree", lambda c: "{} of {}".format(*c.agreement()) if c.name != "peer" else "-"),
+        ("looks: as many as in the ledger, more, fewer", lambda c: "{}, {}, {}".format(*c.agreement()) if c.name != "peer" else "-"),
     ]
     lines = ["| | " + " | ".join(column.name for column in done) + " |", "|---|" + "---|" * len(done)]
     lines += [f"| {title} | " + " | ".join(str(value(column)) for column in done) + " |" for title, value in rows]

@@ -105,8 +105,11 @@ def emulated() -> Iterator[Pair]:
 
 
 def shape(value: Any) -> Any:
-    """Names and kinds of a JSON value, without its values. A list is as its first element."""
+    """Names and kinds of a JSON value, without its values. A list is as its first element. Completions' `top_logprobs` have texts of
+    tokens for names, which are values."""
     if isinstance(value, dict):
+        if value and "token" not in value and all(isinstance(inner, float) for inner in value.values()):
+            return {"a token's text": "number"}
         return {name: shape(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [shape(value[0])] if value else []

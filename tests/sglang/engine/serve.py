@@ -19,11 +19,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import calm
 import cpu_kernels
 import nixl_dram
+import reserve
 import weights
 
 cpu_kernels.install()
 nixl_dram.install()
 weights.install()
+reserve.install()
 if "--dp-size" in sys.argv:
     calm.install()
 
