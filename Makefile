@@ -79,7 +79,10 @@ test-dropin: build peer-sglang-router ## The same calls against sglang-router 0.
 .PHONY: test-sglang
 test-sglang: build ## Tests against real SGLang engines on the CPU; builds their environment (about 5 GB) when it is missing.
 	$(call say,Testing against real SGLang engines)
-	"$(BIN)/python" -m pytest --quiet -x tests/sglang
+	@# Two cores run three engines: what fails is run once more by itself, and both results are printed.
+	"$(BIN)/python" -m pytest --quiet tests/sglang || { \
+	    printf '\n== Once more, only what failed\n'; \
+	    "$(BIN)/python" -m pytest --quiet tests/sglang --last-failed --last-failed-no-failures none; }
 
 .PHONY: deploy-tools
 deploy-tools: $(STAMP) $(TOOLS)/bin/helm $(TOOLS)/bin/kustomize $(TOOLS)/bin/promtool ## Get helm and kustomize (Go), promtool (Debian) and the schemas (PyPI).
