@@ -19,6 +19,11 @@ use crate::window::{Supply, Window};
 
 /// Load that one request adds to a prefill rank beside its tokens, in tokens: spreads tiny requests.
 const TOKENS_PER_REQUEST: i64 = 32;
+/// Bits of a score that tell equal ranks apart: which of them was bound to least recently.
+const TURN_BITS: u32 = 39;
+const LAST_TURN: u64 = (1 << TURN_BITS) - 1;
+/// Turns of ranks that were never bound to are drawn at random below this.
+const FIRST_TURN: u64 = 1 << 16;
 /// A leak on a rank that sends no reports is forgotten after so many waiting timeouts.
 const LEAK_TIMEOUTS: f64 = 2.0;
 
@@ -62,6 +67,8 @@ pub(crate) struct Rank {
     pub(crate) closed: Reason,
     /// Kept for a request that was overtaken too often.
     pub(crate) held: bool,
+    /// Rises with each binding of the fleet; that of the last one to this rank.
+    pub(crate) turn: u64,
 }
 
 /// What is free on a rank.
@@ -180,7 +187,9 @@ pub(crate) struct Fleet {
     registered: [usize; 3],
     /// Closed ranks by reason, of prefill and of the other side.
     pub(crate) closed: [Counters; 2],
-    jitter: SplitMix,
+    random: SplitMix,
+    /// The next binding's, see [`Rank::turn`].
+    next_turn: u64,
     /// Requests that decode has slots for now or within a tau, as of the last tick.
     pub(crate) appetite: f64,
     /// Something became possible since the last look at the queue.
@@ -203,7 +212,8 @@ impl Fleet {
             decode: Side::default(),
             registered: [0; 3],
             closed: [Counters::default(), Counters::default()],
-            jitter: SplitMix::new(config.seed ^ 0x5eed),
+            random: SplitMix::new(config.seed ^ 0x5eed),
+            next_turn: FIRST_TURN,
             appetite: 0.0,
             improved: false,
             shrank: false,
@@ -265,6 +275,8 @@ impl Fleet {
                 learned: UNBOUNDED,
                 closed: Reason::Mode,
                 held: false,
+                // Several routers before the same engines must not all begin with the same rank and go on in step.
+                turn: self.random.next() % FIRST_TURN,
             };
             self.closed[side(spec.role)].add(Reason::Mode);
             let slot = if let Some(slot) = self.free_slots.pop() {
@@ -470,14 +482,16 @@ impl Fleet {
         let (side_index, leaf) = (side(rank.role), slot as usize);
         let trees = if side_index == 0 { &mut self.prefill } else { &mut self.decode };
         let (reason, score, room) = match verdict {
-            // Ties are broken at random, so that equal ranks share.
-            Ok((score, room)) => (Reason::Bound, score << 6 | (self.jitter.next() & 63) as u32, room),
+            // Of equal ranks the one that was bound to least recently is the best, so that each gets the same share.
+            Ok((score, room)) => {
+                (Reason::Bound, u64::from(score) << TURN_BITS | (LAST_TURN - rank.turn.min(LAST_TURN)), room)
+            }
             Err(reason) => (reason, 0, 0),
         };
-        let old = trees.plain.score(leaf) >> 6;
+        let old = trees.plain.score(leaf) >> TURN_BITS;
         let old_r3 = trees.r3.score(leaf) > 0;
         self.improved |=
-            score >> 6 > old || (score > 0 && (trees.plain.room(leaf) < Some(room) || (r3_open && !old_r3)));
+            score >> TURN_BITS > old || (score > 0 && (trees.plain.room(leaf) < Some(room) || (r3_open && !old_r3)));
         // The request that the rank is kept for may fit now.
         self.improved |= reason == Reason::Held;
         trees.plain.set(leaf, score, room);
@@ -492,6 +506,14 @@ impl Fleet {
                 counters.add(reason);
             }
             rank.closed = reason;
+        }
+    }
+
+    /// A rank is bound to: every other that is equal to it goes before it from now on.
+    pub(crate) fn take_turn(&mut self, slot: u32) {
+        if let Some(rank) = self.ranks.get_mut(slot as usize) {
+            rank.turn = self.next_turn;
+            self.next_turn += 1;
         }
     }
 

@@ -165,7 +165,7 @@ fn front(fleet: &Fleet, need: &Need<'_>) -> Result<Front, Reason> {
     }
 
     let matched = tokens(request, found.blocks);
-    let least = |slot: u32| (fleet.ranks[slot as usize].queued_tokens(), slot);
+    let least = |slot: u32| (fleet.ranks[slot as usize].queued_tokens(), fleet.ranks[slot as usize].turn);
     let on_prefix = found.slots().filter(|&s| fleet.ranks[s as usize].role == Role::Prefill);
     let own = (prompt - matched).max(1);
     let with_credit = on_prefix
@@ -344,7 +344,7 @@ fn regular(fleet: &Fleet, need: &Need<'_>) -> Result<Pair, Reason> {
             && !stale(fleet, s, need.now)
             && emits(fleet, rank.worker, r3, request.r3.map_or(0, |r| r.decode_text))
     });
-    if let Some(slot) = on_prefix.min_by_key(|&s| open(s))
+    if let Some(slot) = on_prefix.min_by_key(|&s| (open(s), fleet.ranks[s as usize].turn))
         && open(slot) - open(best) <= REGULAR_SLACK.max(open(best) / 2)
     {
         pair = Pair { front: None, back: slot, known: found.blocks };

@@ -8,7 +8,7 @@ const NONE: i64 = i64::MIN;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Node {
-    score: u32,
+    score: u64,
     room: i64,
 }
 
@@ -45,7 +45,7 @@ impl Tournament {
     }
 
     /// Opens a leaf with a score above 0 and room, or closes it with score 0. Unknown leaves are ignored.
-    pub fn set(&mut self, leaf: usize, score: u32, room: i64) {
+    pub fn set(&mut self, leaf: usize, score: u64, room: i64) {
         if leaf >= self.leaves {
             return;
         }
@@ -72,7 +72,7 @@ impl Tournament {
     }
 
     /// The leaf's score, 0 when it is closed.
-    pub fn score(&self, leaf: usize) -> u32 {
+    pub fn score(&self, leaf: usize) -> u64 {
         if leaf < self.leaves { self.nodes[self.leaves + leaf].score } else { 0 }
     }
 
@@ -97,7 +97,7 @@ impl Tournament {
         &self,
         i: usize,
         need: i64,
-        floor: &mut u32,
+        floor: &mut u64,
         found: &mut Option<usize>,
         accept: &mut impl FnMut(usize) -> bool,
     ) {
@@ -147,12 +147,12 @@ mod tests {
     proptest! {
         #[test]
         fn it_finds_what_a_scan_of_all_ranks_finds(
-            sets in proptest::collection::vec((0usize..40, 0u32..50, 0i64..100), 1..200),
+            sets in proptest::collection::vec((0usize..40, 0u64..50, 0i64..100), 1..200),
             need in 0i64..100,
             refused in 0usize..40,
         ) {
             let mut t = Tournament::default();
-            let mut plain = vec![(0u32, NONE); 40];
+            let mut plain = vec![(0u64, NONE); 40];
             for (leaf, score, room) in sets {
                 t.grow(leaf + 1);
                 t.set(leaf, score, room);

@@ -75,6 +75,7 @@ impl Admission {
 
     /// One leg more on a worker.
     fn count_leg(&mut self, worker: u32, slot: u32, text: u64, now: Moment) {
+        self.fleet.take_turn(slot);
         let Some(Some(w)) = self.fleet.workers.get_mut(worker as usize) else { return };
         let probing = w.breaker.bound();
         if text > 0 {
