@@ -1,19 +1,32 @@
-//! Which ranks have which prompt prefix in their cache: a table from chained block hash to ranks, with a hard limit in bytes.
+//! Which ranks have which prompt prefix in their cache, with a hard limit in bytes.
+//!
+//! A table leads from chained block hashes to runs: blocks that follow one another and that the same ranks have. Prompts come
+//! in few pieces (a shared beginning, a conversation, what is new), and so in few runs: giving a rank 54,000 tokens that others
+//! have is one write, not one for each of 211 blocks. Where a prompt leaves a run in the middle, the run is split there.
 //!
 //! The table is set-associative, like a processor's cache: each hash belongs to one line of four entries, and an insert takes
-//! the place of the oldest of them. So the limit holds at every insert, nothing is ever rehashed, and a probe is one memory
-//! access. Entries name ranks by slot; a slot is reused only after a sweep has taken its entries out.
+//! the place of the oldest of them. So the limit holds at every insert, nothing is ever rehashed, and a probe is one line of
+//! memory. Ranks are named by slot; a slot is reused only after a sweep has taken its name out.
+use runs::{Run, Runs};
+
 pub use crate::wire::BLOCK_TOKENS;
 
-/// Ranks that one entry can name: enough to spread a hot prefix, few enough for two words. With three of them, a prefix that
-/// more than half of the requests share fed three of eight prefill ranks, and the others computed it again and again.
+mod runs;
+
+/// Ranks that one run can name: enough to spread a hot prefix, few enough for half a line of memory. With three of them, a prefix
+/// that more than half of the requests share fed three of eight prefill ranks, and the others computed it again and again.
 pub const REPLICAS: usize = 7;
 const WAYS: usize = 4;
-/// Words of an entry: the hash, and the ranks with the entry's age.
-const WORDS: usize = 3;
-const ENTRY_BYTES: usize = 8 * WORDS;
-/// Lines that one insert sweeps while a sweep is due.
-const SWEEP_LINES: usize = 64;
+/// Words of an entry: the hash; and the run, the block's place in it, and the entry's age.
+const WORDS: usize = 2;
+/// Words of a line, and so of a cache line, with which lines are aligned.
+const LINE: usize = WAYS * WORDS;
+/// Most bytes of an entry: its own, and those of a run that has no other.
+const ENTRY_BYTES: usize = 8 * WORDS + runs::BYTES;
+/// Blocks of one run at most; places are 16 bits.
+const LONGEST_RUN: usize = 1 << 15;
+/// Runs that one insert sweeps while a sweep is due.
+const SWEEP_RUNS: usize = 64;
 
 /// A prefix that ranks have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,63 +62,94 @@ impl Match {
 /// See the module's text.
 #[derive(Debug, Default)]
 pub struct Affinity {
-    /// Entries of a hash, seven slots + 1 and a 16-bit age. Hash 0 is an empty entry.
+    /// Entries. Hash 0 is an empty one.
     table: Vec<u64>,
+    /// Where the first line is.
+    origin: usize,
     lines: usize,
+    runs: Runs,
     /// Inserts and hits, for ages.
     ticks: u64,
     /// Ticks of one age step, so that ages span a few turns of the table.
     age_shift: u32,
-    /// Removed slots that may still be named; the sweep's place.
-    removed: Vec<u32>,
-    sweep_at: usize,
-    /// Removed slots that joined after the running sweep began.
-    joined: Vec<u32>,
+}
+
+/// What an entry leads to.
+#[derive(Clone, Copy, Debug)]
+struct Lead {
+    run: u32,
+    /// The block's place in the run, counted from where the run began before it was split.
+    place: u16,
+    /// When the run had been used last, when this was looked up.
+    age: u16,
+}
+
+impl Lead {
+    fn pack(self) -> u64 {
+        u64::from(self.run) | u64::from(self.place) << 32 | u64::from(self.age) << 48
+    }
+
+    fn unpack(word: u64) -> Self {
+        Self { run: word as u32, place: (word >> 32) as u16, age: (word >> 48) as u16 }
+    }
 }
 
 impl Affinity {
     /// An empty table of at most `bytes`. Memory is touched only where prefixes are.
     pub fn new(bytes: usize) -> Self {
-        let lines = bytes / (ENTRY_BYTES * WAYS);
-        let lines = if lines == 0 { 0 } else { 1 << lines.ilog2() };
-        let entries = (lines * WAYS).max(1);
+        // Room to align the first line, and for the run that is made before the entries it replaces are known.
+        let lines = bytes.saturating_sub(8 * LINE + runs::BYTES) / (ENTRY_BYTES * WAYS);
+        if lines == 0 {
+            return Self::default();
+        }
+        let table = vec![0; (lines + 1) * LINE];
+        let origin = table.as_ptr().align_offset(8 * LINE).min(LINE);
+        let entries = lines * WAYS;
         Self {
-            table: vec![0; lines * WAYS * WORDS],
+            table,
+            origin,
             lines,
+            runs: Runs::new(entries + 1),
             age_shift: entries.ilog2().saturating_sub(12),
             ..Self::default()
         }
     }
 
-    /// Bytes of the table.
+    /// Bytes of the table and its runs.
     pub fn bytes(&self) -> usize {
-        self.table.len() * 8
+        self.table.len() * 8 + self.runs.bytes()
     }
 
+    /// Where the line of a hash begins.
     fn line(&self, hash: u64) -> usize {
-        (hash.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20) as usize & (self.lines - 1)
+        let mixed = hash.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        self.origin + ((mixed * self.lines as u64) >> 32) as usize * LINE
     }
 
     fn age(&self) -> u16 {
         (self.ticks >> self.age_shift) as u16
     }
 
-    /// Finds the entry of `hash`, and marks it as used.
-    fn probe(&mut self, hash: u64) -> Option<[u16; REPLICAS]> {
+    /// Finds the entry of `hash`.
+    fn find(&self, hash: u64) -> Option<usize> {
         if self.lines == 0 || hash == 0 {
             return None;
         }
-        let start = self.line(hash) * WAYS * WORDS;
+        let start = self.line(hash);
+        (start..start + LINE).step_by(WORDS).find(|&at| self.table[at] == hash)
+    }
+
+    fn lead(&self, entry: usize) -> Lead {
+        Lead::unpack(self.table[entry + 1])
+    }
+
+    /// The ranks that have the block of `hash`. Marks its run as used.
+    fn probe(&mut self, hash: u64) -> Option<[u16; REPLICAS]> {
+        let lead = self.lead(self.find(hash)?);
         let age = self.age();
-        let line = &mut self.table[start..start + WAYS * WORDS];
-        for way in line.chunks_exact_mut(WORDS) {
-            if way[0] == hash {
-                let slots = unpack(way).0;
-                pack(way, slots, age);
-                return Some(slots);
-            }
-        }
-        None
+        let run = self.runs.get_mut(lead.run)?;
+        run.age = age;
+        Some(run.slots)
     }
 
     /// The longest known prefix of a chain and the ranks that have it. `alive` says which slots count.
@@ -138,205 +182,148 @@ impl Affinity {
         if self.lines == 0 {
             return;
         }
-        if !self.removed.is_empty() {
-            self.sweep(SWEEP_LINES);
+        if !self.runs.swept() {
+            self.runs.sweep(SWEEP_RUNS);
         }
-        for &hash in chain.iter().skip(known) {
-            self.put(hash, name);
+        // From the end: each step leads over a whole run.
+        let mut end = chain.len();
+        while end > known {
+            if let Some(entry) = self.find(chain[end - 1]) {
+                end = self.join(&chain[..end], entry, name);
+            } else {
+                let mut first = end - 1;
+                while first > known && end - first < LONGEST_RUN && self.find(chain[first - 1]).is_none() {
+                    first -= 1;
+                }
+                self.begin(&chain[first..end], name);
+                end = first;
+            }
         }
     }
 
-    fn put(&mut self, hash: u64, name: u16) {
+    /// A run of blocks that nobody has.
+    fn begin(&mut self, blocks: &[u64], name: u16) {
+        let mut fresh = Run { first: 0, end: blocks.len() as u16, age: self.age(), ..Run::default() };
+        fresh.add(name);
+        let Some(run) = self.runs.take(fresh) else { return };
+        // Its first blocks may have to leave for its last ones.
+        self.runs.hold(run);
+        for (place, &hash) in blocks.iter().enumerate() {
+            self.put(hash, Lead { run, place: place as u16, age: self.age() });
+        }
+        self.runs.release(run);
+    }
+
+    /// The rank gets the blocks of a run up to the chain's last one, whose entry is given. Returns where the run begins in the
+    /// chain.
+    fn join(&mut self, chain: &[u64], entry: usize, name: u16) -> usize {
+        let Lead { mut run, place, .. } = self.lead(entry);
+        let known = self.runs.get(run);
+        let begin = chain.len() - 1 - usize::from(place.saturating_sub(known.first)).min(chain.len() - 1);
+        if !known.slots.contains(&name)
+            && place + 1 < known.end
+            && let Some(head) = self.split(&chain[begin..], run, place)
+        {
+            run = head;
+        }
+        let age = self.age();
+        if let Some(run) = self.runs.get_mut(run) {
+            run.age = age;
+            run.add(name);
+        }
+        begin
+    }
+
+    /// Makes the blocks up to `place`, which are `blocks`, a run of their own, and returns it. Only their hashes are at hand, so
+    /// that they move and the blocks behind them stay.
+    fn split(&mut self, blocks: &[u64], run: u32, place: u16) -> Option<u32> {
+        let whole = self.runs.get(run);
+        if self.runs.is_single(run) {
+            // What was behind the last block is forgotten already.
+            self.runs.get_mut(run)?.end = place + 1;
+            return None;
+        }
+        let head = self.runs.take(Run { end: place + 1, ..whole })?;
+        for &hash in blocks {
+            let Some(entry) = self.find(hash) else { continue };
+            let lead = self.lead(entry);
+            if lead.run == run {
+                self.table[entry + 1] = Lead { run: head, ..lead }.pack();
+                self.runs.hold(head);
+                self.runs.release(run);
+            }
+        }
+        if let Some(tail) = self.runs.get_mut(run)
+            && tail.end > place
+        {
+            tail.first = place + 1;
+        }
+        Some(head)
+    }
+
+    fn put(&mut self, hash: u64, lead: Lead) {
         if hash == 0 {
             return;
         }
         self.ticks += 1;
-        let age = self.age();
-        let start = self.line(hash) * WAYS * WORDS;
-        let line = &mut self.table[start..start + WAYS * WORDS];
-        let mut victim = 0;
-        let mut oldest = 0;
-        for (i, way) in line.chunks_exact_mut(WORDS).enumerate() {
-            if way[0] == hash {
-                let mut slots = unpack(way).0;
-                if !slots.contains(&name) {
-                    // The newest replica comes first, the oldest falls off.
-                    slots.rotate_right(1);
-                    slots[0] = name;
-                }
-                pack(way, slots, age);
-                return;
-            }
-            let since = if way[0] == 0 { u32::MAX } else { u32::from(age.wrapping_sub(unpack(way).1)) };
-            if since >= oldest {
-                oldest = since;
-                victim = i;
-            }
-        }
-        let mut slots = [0; REPLICAS];
-        slots[0] = name;
-        let way = &mut line[WORDS * victim..WORDS * (victim + 1)];
-        way[0] = hash;
-        pack(way, slots, age);
+        let at = self.room(self.line(hash));
+        self.table[at] = hash;
+        self.table[at + 1] = lead.pack();
+        self.runs.hold(lead.run);
     }
 
-    /// Starts to take out every entry of a removed rank. The slot may be reused once [`Affinity::swept`] no longer holds it.
-    pub fn remove(&mut self, slot: u32) {
-        if self.lines == 0 {
-            return;
+    /// An empty entry in a line, or that of the run that was used the longest ago.
+    fn room(&mut self, start: usize) -> usize {
+        let now = self.age();
+        let mut victim = start;
+        // Entries remember when their run had been used when they were looked at; only the oldest is looked up. Each look makes
+        // one of them exact, so that after as many there is an oldest.
+        for _ in 0..=WAYS {
+            let mut oldest = 0;
+            for at in (start..start + LINE).step_by(WORDS) {
+                if self.table[at] == 0 {
+                    return at;
+                }
+                let since = now.wrapping_sub(self.lead(at).age);
+                if since >= oldest {
+                    (oldest, victim) = (since, at);
+                }
+            }
+            let lead = self.lead(victim);
+            let used = self.runs.get(lead.run).age;
+            if now.wrapping_sub(used) >= oldest {
+                break;
+            }
+            self.table[victim + 1] = Lead { age: used, ..lead }.pack();
         }
-        if self.sweep_at == 0 {
-            self.removed.push(slot);
-        } else {
-            self.joined.push(slot);
+        self.runs.release(self.lead(victim).run);
+        self.table[victim] = 0;
+        victim
+    }
+
+    /// Starts to take out every name of a removed rank. The slot may be reused once [`Affinity::swept`] says so.
+    pub fn remove(&mut self, slot: u32) {
+        if self.lines > 0 {
+            self.runs.remove(slot);
         }
     }
 
     /// Whether nothing names removed ranks any more.
     pub fn swept(&self) -> bool {
-        self.removed.is_empty() && self.joined.is_empty()
+        self.runs.swept()
     }
 
-    /// Sweeps some lines for removed ranks.
-    pub fn sweep(&mut self, lines: usize) {
-        if self.removed.is_empty() {
-            return;
-        }
-        let end = (self.sweep_at + lines).min(self.lines);
-        for way in self.table[self.sweep_at * WAYS * WORDS..end * WAYS * WORDS].chunks_exact_mut(WORDS) {
-            if way[0] == 0 {
-                continue;
-            }
-            let (slots, age) = unpack(way);
-            let left = slots.map(|s| if s != 0 && self.removed.contains(&(u32::from(s) - 1)) { 0 } else { s });
-            if left == [0; REPLICAS] {
-                way.fill(0);
-            } else if left != slots {
-                pack(way, left, age);
-            }
-        }
-        self.sweep_at = end;
-        if end == self.lines {
-            self.sweep_at = 0;
-            self.removed.clear();
-            self.removed.append(&mut self.joined);
-        }
+    /// Sweeps some runs for removed ranks.
+    pub fn sweep(&mut self, runs: usize) {
+        self.runs.sweep(runs);
     }
 
-    /// Entries in use. Counts; for tests and the live view.
+    /// Blocks that some rank has. Counts; for tests and the live view.
     pub fn entries(&self) -> usize {
-        self.table.chunks_exact(WORDS).filter(|e| e[0] != 0).count()
+        let entries = self.table.get(self.origin..).unwrap_or_default().chunks_exact(WORDS);
+        entries.filter(|e| e[0] != 0 && self.runs.get(Lead::unpack(e[1]).run).slots != [0; REPLICAS]).count()
     }
-}
-
-fn pack(way: &mut [u64], slots: [u16; REPLICAS], age: u16) {
-    let word = |four: [u16; 4]| four.iter().rev().fold(0, |word, &part| word << 16 | u64::from(part));
-    way[1] = word([slots[0], slots[1], slots[2], slots[3]]);
-    way[2] = word([slots[4], slots[5], slots[6], age]);
-}
-
-fn unpack(way: &[u64]) -> ([u16; REPLICAS], u16) {
-    let part = |at: usize| (way[1 + at / 4] >> (16 * (at % 4))) as u16;
-    (std::array::from_fn(part), part(REPLICAS))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::room::SplitMix;
-    use proptest::prelude::*;
-
-    fn chain(seed: u64, blocks: usize) -> Vec<u64> {
-        let mut r = SplitMix::new(seed);
-        (0..blocks).map(|_| r.next() | 1).collect()
-    }
-
-    #[test]
-    fn the_longest_shared_prefix_is_found_with_its_rank() {
-        let mut a = Affinity::new(1 << 20);
-        let mut prompt = chain(1, 211);
-        a.insert(&prompt, 0, 5);
-        prompt.extend(chain(2, 12));
-        let m = a.longest(&prompt, |_| true);
-        assert_eq!((m.blocks, m.slots().collect::<Vec<_>>()), (211, vec![5]));
-        assert!(a.longest(&chain(3, 50), |_| true).is_empty());
-        assert!(a.longest(&prompt, |slot| slot != 5).is_empty());
-    }
-
-    #[test]
-    fn a_prefix_may_be_on_seven_ranks_and_the_newest_stay() {
-        let mut a = Affinity::new(1 << 20);
-        let prompt = chain(1, 4);
-        for slot in 0..8 {
-            a.insert(&prompt, 0, slot);
-        }
-        let mut slots: Vec<u32> = a.longest(&prompt, |_| true).slots().collect();
-        slots.sort_unstable();
-        assert_eq!(slots, [1, 2, 3, 4, 5, 6, 7]);
-    }
-
-    #[test]
-    fn memory_stays_at_its_limit_under_200_000_unique_prompts() {
-        let limit = 1 << 20;
-        let mut a = Affinity::new(limit);
-        let before = a.bytes();
-        for i in 0..200_000 {
-            a.insert(&chain(i, 20), 0, (i % 8) as u32);
-        }
-        assert_eq!(a.bytes(), before);
-        assert!(a.bytes() <= limit);
-        assert!(a.entries() * ENTRY_BYTES <= limit);
-        assert_eq!(a.longest(&chain(199_999, 20), |_| true).blocks, 20, "the newest is there");
-    }
-
-    #[test]
-    fn a_used_prefix_outlives_unique_prompts_of_twice_the_table() {
-        let mut a = Affinity::new(1 << 20);
-        let hot = chain(u64::MAX, 64);
-        a.insert(&hot, 0, 3);
-        for i in 0..6_000 {
-            a.insert(&chain(i, 20), 0, 1);
-            assert_eq!(a.longest(&hot, |_| true).blocks, 64, "after {i}");
-        }
-    }
-
-    #[test]
-    fn entries_of_a_removed_rank_go_with_it() {
-        let mut a = Affinity::new(1 << 16);
-        a.insert(&chain(1, 100), 0, 1);
-        a.insert(&chain(2, 100), 0, 2);
-        a.insert(&chain(2, 100), 0, 1);
-        a.remove(1);
-        a.remove(7);
-        while !a.swept() {
-            a.sweep(16);
-        }
-        assert!(a.longest(&chain(1, 100), |_| true).is_empty());
-        assert_eq!(a.longest(&chain(2, 100), |_| true).slots().collect::<Vec<_>>(), [2]);
-        assert_eq!(a.entries(), 100);
-    }
-
-    #[test]
-    fn no_memory_means_no_affinity() {
-        let mut a = Affinity::new(0);
-        a.insert(&chain(1, 10), 0, 1);
-        a.remove(1);
-        assert!(a.swept());
-        assert!(a.longest(&chain(1, 10), |_| true).is_empty());
-    }
-
-    proptest! {
-        #[test]
-        fn a_match_is_never_longer_than_what_the_rank_was_given(shared in 0usize..60, own in 1usize..60, other in 1usize..60) {
-            let mut a = Affinity::new(1 << 20);
-            let mut first = chain(1, shared);
-            let mut second = first.clone();
-            first.extend(chain(2, own));
-            second.extend(chain(3, other));
-            a.insert(&first, 0, 9);
-            let m = a.longest(&second, |_| true);
-            prop_assert_eq!(m.blocks, shared);
-            prop_assert_eq!(a.longest(&first, |_| true).blocks, first.len());
-        }
-    }
-}
+mod tests;

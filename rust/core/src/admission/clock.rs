@@ -9,8 +9,8 @@ use crate::topology::Role;
 const IDLE_HALF_LIFE: f64 = 10.0;
 /// Tokens per second of a prefill rank that was not measured yet.
 const RATE_UNKNOWN: f64 = 5_000.0;
-/// Lines of the affinity table that one tick sweeps.
-const SWEEP_LINES: usize = 4096;
+/// Runs of the affinity that one tick sweeps.
+const SWEEP_RUNS: usize = 8192;
 
 impl Admission {
     pub(super) fn tick(&mut self, now: Moment) {
@@ -45,7 +45,7 @@ impl Admission {
         self.dirty |= resting < self.resting;
         self.resting = resting;
         if !self.affinity.swept() {
-            self.affinity.sweep(SWEEP_LINES);
+            self.affinity.sweep(SWEEP_RUNS);
         }
         if self.affinity.swept() && !self.fleet.retired.is_empty() {
             self.fleet.reuse_retired();
