@@ -53,7 +53,7 @@ impl Default for Egress {
             outstanding: 0,
             slowest: f64::INFINITY,
             rate: Rate::default(),
-            pace: Quantiles::default(),
+            pace: Quantiles::new(LOW),
             tokens: 0.0,
             fresh: 0,
             reserved: 0.0,
@@ -122,7 +122,7 @@ impl Egress {
 
     /// Bytes that may be about to leave, when they may take `secs` to emit.
     pub fn limit(&self, secs: f64) -> u64 {
-        let decode = self.pace.quantile(LOW).unwrap_or(0.0) * self.tokens;
+        let decode = self.pace.get().unwrap_or(0.0) * self.tokens;
         (self.rate() * (secs + decode) * self.slack()) as u64
     }
 

@@ -10,32 +10,56 @@ const BUCKETS: usize = 208;
 /// When so many samples are held, all counts are halved: older samples fade.
 const HALVE_AT: u32 = 256;
 
-/// Quantiles of recent durations, to about 9 %.
+/// One quantile of recent durations, to about 9 %.
 #[derive(Clone, Debug)]
 pub struct Quantiles {
-    counts: [u16; BUCKETS],
+    /// Seconds; kept, because it is asked for more often than samples come.
+    value: f64,
+    part: f64,
     total: u32,
-}
-
-impl Default for Quantiles {
-    fn default() -> Self {
-        Self { counts: [0; BUCKETS], total: 0 }
-    }
+    /// The quantile's bucket, and the samples in those below it.
+    at: u32,
+    below: u32,
+    counts: [u16; BUCKETS],
 }
 
 impl Quantiles {
+    /// The `part` quantile, 0 to 1, of nothing yet.
+    pub fn new(part: f64) -> Self {
+        Self { value: 0.0, part, total: 0, at: 0, below: 0, counts: [0; BUCKETS] }
+    }
+
     /// Counts a duration in seconds.
     pub fn record(&mut self, secs: f64) {
         let bucket = ((secs / SMALLEST).max(1.0).log2() * PER_OCTAVE) as usize;
         let bucket = bucket.min(BUCKETS - 1);
         self.counts[bucket] += 1;
         self.total += 1;
+        self.below += u32::from((bucket as u32) < self.at);
         if self.total >= HALVE_AT {
-            self.total = 0;
+            (self.total, self.at, self.below) = (0, 0, 0);
             for c in &mut self.counts {
                 *c /= 2;
                 self.total += u32::from(*c);
             }
+        }
+        self.settle();
+    }
+
+    /// Moves to the bucket in which the quantile is.
+    fn settle(&mut self) {
+        let wanted = ((f64::from(self.total) * self.part).floor() as u32 + 1).min(self.total);
+        let before = self.at;
+        while self.at > 0 && self.below >= wanted {
+            self.at -= 1;
+            self.below -= u32::from(self.counts[self.at as usize]);
+        }
+        while (self.at as usize) < BUCKETS - 1 && self.below + u32::from(self.counts[self.at as usize]) < wanted {
+            self.below += u32::from(self.counts[self.at as usize]);
+            self.at += 1;
+        }
+        if self.at != before || self.value == 0.0 {
+            self.value = SMALLEST * ((f64::from(self.at) + 0.5) / PER_OCTAVE).exp2();
         }
     }
 
@@ -44,20 +68,9 @@ impl Quantiles {
         self.total
     }
 
-    /// The `q` quantile in seconds (the middle of its bucket), `None` without samples.
-    pub fn quantile(&self, q: f64) -> Option<f64> {
-        if self.total == 0 {
-            return None;
-        }
-        let wanted = (f64::from(self.total) * q).floor() as u32 + 1;
-        let mut seen = 0;
-        for (i, &c) in self.counts.iter().enumerate() {
-            seen += u32::from(c);
-            if seen >= wanted.min(self.total) {
-                return Some(SMALLEST * ((i as f64 + 0.5) / PER_OCTAVE).exp2());
-            }
-        }
-        None
+    /// The quantile in seconds (the middle of its bucket), `None` without samples.
+    pub fn get(&self) -> Option<f64> {
+        (self.total > 0).then_some(self.value)
     }
 }
 
@@ -128,24 +141,24 @@ mod tests {
 
     #[test]
     fn a_low_quantile_ignores_a_slow_majority_of_outliers() {
-        let mut q = Quantiles::default();
+        let mut q = Quantiles::new(0.1);
         for i in 0..100 {
             q.record(if i % 5 == 0 { 1.0 } else { 30.0 });
         }
-        let low = q.quantile(0.1).unwrap();
+        let low = q.get().unwrap();
         assert!((0.9..1.1).contains(&low), "{low}");
     }
 
     #[test]
     fn old_samples_fade() {
-        let mut q = Quantiles::default();
+        let mut q = Quantiles::new(0.05);
         for _ in 0..1000 {
             q.record(1.0);
         }
         for _ in 0..2000 {
             q.record(8.0);
         }
-        let low = q.quantile(0.05).unwrap();
+        let low = q.get().unwrap();
         assert!((7.2..8.8).contains(&low), "{low}");
     }
 
@@ -175,10 +188,24 @@ mod tests {
     proptest! {
         #[test]
         fn a_quantile_lies_within_a_bucket_of_a_sample(values in proptest::collection::vec(1e-4f64..600.0, 1..100), q in 0.0f64..1.0) {
-            let mut h = Quantiles::default();
+            let mut h = Quantiles::new(q);
             for &v in &values { h.record(v); }
-            let got = h.quantile(q).unwrap();
+            let got = h.get().unwrap();
             prop_assert!(values.iter().any(|&v| (got / v) < 1.1 && (v / got) < 1.1), "{got} {values:?}");
+        }
+
+        #[test]
+        fn it_is_the_quantile_of_the_counts_after_every_sample(
+            values in proptest::collection::vec(1e-5f64..1e4, 1..600), q in 0.0f64..1.0,
+        ) {
+            let mut h = Quantiles::new(q);
+            for &v in &values {
+                h.record(v);
+                let wanted = ((f64::from(h.total) * q).floor() as u32 + 1).min(h.total);
+                let mut seen = 0;
+                let at = h.counts.iter().position(|&c| { seen += u32::from(c); seen >= wanted }).unwrap();
+                prop_assert_eq!(h.get(), Some(SMALLEST * ((at as f64 + 0.5) / PER_OCTAVE).exp2()));
+            }
         }
     }
 }

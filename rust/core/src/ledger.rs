@@ -61,6 +61,9 @@ const FOREIGN_MEMORY: usize = 3;
 /// oldest, and reports from before them are not used.
 const HISTORY_MAX: usize = 1 << 16;
 
+/// Changes between two reports for which there is room from the start, so that a busy rank makes no room while it binds.
+const HISTORY_FIRST: usize = 128;
+
 #[derive(Clone, Copy, Debug)]
 struct Change {
     at: Moment,
@@ -91,7 +94,8 @@ pub struct Ledger {
 impl Ledger {
     /// An empty ledger. `recording`: whether reports will come.
     pub fn new(recording: bool) -> Self {
-        Self { recording, ..Self::default() }
+        let history = VecDeque::with_capacity(if recording { HISTORY_FIRST } else { 0 });
+        Self { history, recording, ..Self::default() }
     }
 
     /// Whether reports will come from now on.

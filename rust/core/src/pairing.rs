@@ -73,11 +73,11 @@ pub(crate) fn choose(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>) -> R
     }
     // What is cheap and commonest first: no decode rank has credit, or none has the room.
     if need.kept.is_none() {
-        let tree = fleet.decode.tree(need.request.r3.is_some());
-        if !tree.any() {
-            return Err(shut(fleet, 1, need.request.r3.is_some()));
+        let r3 = need.request.r3.is_some();
+        if !fleet.decode.any(r3) {
+            return Err(shut(fleet, 1, r3));
         }
-        if tree.most_room() < least_kv(need) {
+        if fleet.decode.most_room(r3) < least_kv(need) {
             return Err(Reason::Kv);
         }
     }
@@ -94,8 +94,8 @@ fn least_kv(need: &Need<'_>) -> i64 {
 
 /// Why no rank of a side takes a request.
 pub(crate) fn shut(fleet: &Fleet, side: usize, r3: bool) -> Reason {
-    let trees = if side == 0 { &fleet.prefill } else { &fleet.decode };
-    match (r3 && trees.plain.any() && !trees.r3.any(), side) {
+    let tree = if side == 0 { &fleet.prefill } else { &fleet.decode };
+    match (r3 && tree.any(false) && !tree.any(true), side) {
         (true, 0) => Reason::R3Egress,
         (true, _) => Reason::R3EgressDecode,
         _ => fleet.why_closed(side),
@@ -137,7 +137,7 @@ fn front(fleet: &Fleet, need: &Need<'_>) -> Result<Front, Reason> {
     let (request, found) = (need.request, need.found);
     let r3 = request.r3.is_some();
     let prompt = i64::from(request.prompt_tokens).max(1);
-    let tree = fleet.prefill.tree(r3);
+    let tree = &fleet.prefill;
     let avoid = !request.avoid.is_empty() && others_left(fleet, need, Role::Prefill);
     let text = request.r3.map_or(0, |r| r.prefill_text);
     let fits = |slot: u32| {
@@ -160,17 +160,19 @@ fn front(fleet: &Fleet, need: &Need<'_>) -> Result<Front, Reason> {
                 again: 0,
             });
         }
-        let slot = tree.best(prompt, |s| fits(s as u32)).ok_or_else(|| no_front(fleet, need, prompt, avoid))? as u32;
+        let slot =
+            tree.best(prompt, r3, |s| fits(s as u32)).ok_or_else(|| no_front(fleet, need, prompt, avoid))? as u32;
         return Ok(Front { slot, uncached: uncached_on(request, found, slot), known: known_on(found, slot), again: 0 });
     }
 
     let matched = tokens(request, found.blocks);
-    let least = |slot: u32| (fleet.ranks[slot as usize].queued_tokens(), fleet.ranks[slot as usize].turn);
-    let on_prefix = found.slots().filter(|&s| fleet.ranks[s as usize].role == Role::Prefill);
+    let brief = |slot: u32| &fleet.briefs[slot as usize];
+    let least = |slot: u32| (brief(slot).queued, brief(slot).turn);
+    let on_prefix = found.slots().filter(|&s| brief(s).role == Role::Prefill);
     let own = (prompt - matched).max(1);
     let with_credit = on_prefix
         .clone()
-        .filter(|&s| tree.room(s as usize).is_some_and(|room| room >= own) && fits(s))
+        .filter(|&s| tree.room(s as usize, r3).is_some_and(|room| room >= own) && fits(s))
         .min_by_key(|&s| least(s));
     if let Some(slot) = with_credit {
         return Ok(Front { slot, uncached: own, known: found.blocks, again: 0 });
@@ -178,16 +180,16 @@ fn front(fleet: &Fleet, need: &Need<'_>) -> Result<Front, Reason> {
     // Ranks that have the prefix and will take requests again by themselves.
     let waiting_for = on_prefix
         .filter(|&s| {
-            let rank = &fleet.ranks[s as usize];
-            takes(rank.closed) && rank.closed != Reason::Held && !(avoid && avoided(need, rank.id))
+            let closed = brief(s).closed;
+            takes(closed) && closed != Reason::Held && !(avoid && avoided(need, fleet.ranks[s as usize].id))
         })
-        .map(|s| least(s).0)
+        .map(|s| brief(s).queued)
         .fold(None, |all: Option<(i64, i64)>, queued| {
             Some(all.map_or((queued, 1), |(least, ranks)| (least.min(queued), ranks + 1)))
         });
-    let Some(slot) = tree.best(prompt, |s| fits(s as u32)) else {
+    let Some(slot) = tree.best(prompt, r3, |s| fits(s as u32)) else {
         return Err(match waiting_for {
-            Some(_) if tree.any() => Reason::Affinity,
+            Some(_) if tree.any(r3) => Reason::Affinity,
             _ => no_front(fleet, need, prompt, avoid),
         });
     };
@@ -233,10 +235,10 @@ fn prefill_credit(fleet: &Fleet, slot: u32) -> i64 {
 
 fn no_front(fleet: &Fleet, need: &Need<'_>, prompt: i64, avoid: bool) -> Reason {
     let r3 = need.request.r3.is_some();
-    let tree = fleet.prefill.tree(r3);
-    if !tree.any() {
+    let tree = &fleet.prefill;
+    if !tree.any(r3) {
         shut(fleet, 0, r3)
-    } else if tree.most_room() < prompt {
+    } else if tree.most_room(r3) < prompt {
         Reason::Prefill
     } else if avoid {
         Reason::Avoided
@@ -293,19 +295,19 @@ fn back(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>, partner: Option<W
     {
         return Ok(slot);
     }
-    let tree = fleet.decode.tree(r3);
-    if !tree.any() {
+    let tree = &fleet.decode;
+    if !tree.any(r3) {
         return Err(shut(fleet, 1, r3));
     }
     // The rank's own formula is tested on the leaf.
     let least = least_kv(need);
-    if let Some(slot) = tree.best(least, |s| fits(s as u32, true, &mut why, &mut cooled)) {
+    if let Some(slot) = tree.best(least, r3, |s| fits(s as u32, true, &mut why, &mut cooled)) {
         return Ok(slot as u32);
     }
     let pairs = fleet.registered(Role::Prefill) * fleet.registered(Role::Decode);
     if cooled && cooldowns.resting(need.now) >= pairs {
         // Every pair rests: better a pair that failed than none.
-        if let Some(slot) = tree.best(least, |s| fits(s as u32, false, &mut why, &mut cooled)) {
+        if let Some(slot) = tree.best(least, r3, |s| fits(s as u32, false, &mut why, &mut cooled)) {
             return Ok(slot as u32);
         }
     }
@@ -334,12 +336,12 @@ fn regular(fleet: &Fleet, need: &Need<'_>) -> Result<Pair, Reason> {
     }
     let request = need.request;
     let r3 = request.r3.is_some();
-    let tree = fleet.decode.tree(r3);
+    let tree = &fleet.decode;
     let avoid = !request.avoid.is_empty();
     let open = |slot: u32| fleet.ranks[slot as usize].ledger.occupied().open;
     let on_prefix = found.slots().filter(|&s| {
         let rank = &fleet.ranks[s as usize];
-        tree.room(s as usize).is_some_and(|room| room >= rank.capacity.kv_need(request.prompt_tokens, need.max_new))
+        tree.room(s as usize, r3).is_some_and(|room| room >= rank.capacity.kv_need(request.prompt_tokens, need.max_new))
             && !(avoid && avoided(need, rank.id))
             && !stale(fleet, s, need.now)
             && emits(fleet, rank.worker, r3, request.r3.map_or(0, |r| r.decode_text))

@@ -3,6 +3,7 @@
 //! Entries live in a slab and hang in intrusive lists, so that taking one out from anywhere is a few writes. Deadlines are in
 //! a 4-ary heap that knows where each entry is. Keys with waiting requests form a ring in order of their turn.
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 
 use crate::admission::Request;
 use crate::affinity::Match;
@@ -52,6 +53,27 @@ struct Key {
     resume: u32,
 }
 
+/// Names of keys are hashes already; what is left is to spread the small ones that tests and tools use over all bits.
+#[derive(Clone, Copy, Debug, Default)]
+struct Spread(u64);
+
+impl Hasher for Spread {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(u64::from(byte));
+        }
+    }
+
+    fn write_u64(&mut self, n: u64) {
+        let mixed = (self.0 ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = mixed ^ (mixed >> 32);
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Due {
     at: u64,
@@ -65,7 +87,7 @@ pub struct Queue {
     free: Vec<u32>,
     keys: Vec<Key>,
     free_keys: Vec<u32>,
-    by_name: HashMap<u64, u32>,
+    by_name: HashMap<u64, u32, BuildHasherDefault<Spread>>,
     /// First and last key of the ring.
     ring: (u32, u32),
     /// The list of retries is a key outside of the ring.
@@ -86,7 +108,7 @@ impl Default for Queue {
             free: Vec::new(),
             keys: Vec::new(),
             free_keys: Vec::new(),
-            by_name: HashMap::new(),
+            by_name: HashMap::default(),
             ring: (NIL, NIL),
             retries: (NIL, NIL),
             heap: Vec::new(),
@@ -349,16 +371,13 @@ impl Queue {
             return self.remove(entry);
         }
         let after = self.keys.get(key as usize).map_or(NIL, |k| k.next);
-        let name = self.keys[key as usize].name;
         if self.keys[key as usize].pass != self.pass {
             self.keys[key as usize].pass = self.pass;
             self.keys[key as usize].resume = following;
         }
         let request = self.remove(entry);
-        if let Some(&still) = self.by_name.get(&name)
-            && still == key
-            && self.ring.1 != key
-        {
+        // Without a head it has left the ring.
+        if self.keys[key as usize].head != NIL && self.ring.1 != key {
             self.unlink(key);
             self.link_last(key);
         }

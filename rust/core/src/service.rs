@@ -12,17 +12,25 @@ use crate::time::Moment;
 const PIPELINE: i64 = 4;
 /// Bucket of the token rate, seconds.
 const SPAN: f64 = 1.0;
+/// Overheads that say something together; one delivery that a fault held up says nothing.
+const ENOUGH: u32 = 8;
 /// The quantile of overheads that counts as unqueued.
 const LOW: f64 = 0.2;
 
 /// Estimates of one prefill rank.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Service {
     tokens: Rate,
     /// Bind-to-delivery time that is not computing: the way in, transfer, the way out.
     overhead: Quantiles,
     /// The rank had nothing to do at some moment of the running bucket.
     was_idle: bool,
+}
+
+impl Default for Service {
+    fn default() -> Self {
+        Self { tokens: Rate::default(), overhead: Quantiles::new(LOW), was_idle: false }
+    }
 }
 
 impl Service {
@@ -59,7 +67,8 @@ impl Service {
 
     /// Uncached tokens that may be before the rank.
     pub fn limit(&self, chunk: i64) -> i64 {
-        let on_the_way = self.rate().unwrap_or(0.0) * self.overhead.quantile(LOW).unwrap_or(0.0);
+        let overhead = if self.overhead.samples() >= ENOUGH { self.overhead.get() } else { None };
+        let on_the_way = self.rate().unwrap_or(0.0) * overhead.unwrap_or(0.0);
         PIPELINE * chunk + on_the_way as i64
     }
 
@@ -121,6 +130,25 @@ mod tests {
         assert!((900.0..1150.0).contains(&rate), "{rate}");
         assert!(s.credit(1, 80_000, 8192, 75.0) < 0);
         assert!(s.credit(1, 10_000, 8192, 75.0) > 50_000);
+    }
+
+    #[test]
+    fn one_delivery_that_a_fault_held_up_opens_no_rank() {
+        let mut s = Service::default();
+        let mut now = Moment::from_secs_f64(1.0);
+        for _ in 0..40 {
+            now = now + std::time::Duration::from_millis(100);
+            s.tokens.add(1000.0, now);
+            s.update(now);
+        }
+        assert!(s.rate().unwrap() > 9000.0);
+        s.delivered(1000, 60.0, 0, 8192, now);
+        assert_eq!(s.limit(8192), 4 * 8192);
+        for _ in 0..40 {
+            s.delivered(1000, 1.1, 0, 8192, now);
+        }
+        // A second on the way, at ten thousand tokens a second.
+        assert!((40_000..46_000).contains(&s.limit(8192)), "{}", s.limit(8192));
     }
 
     #[test]

@@ -70,7 +70,7 @@ impl Window {
             WindowMode::Unbounded => f64::INFINITY,
         };
         Self {
-            times: Quantiles::default(),
+            times: Quantiles::new(LOW),
             completions: Rate::default(),
             deliveries: 0,
             size: FIRST,
@@ -120,8 +120,8 @@ impl Window {
 
     /// Computes the window anew.
     pub fn update(&mut self, now: Moment, mode: WindowMode, supply: Supply) {
-        let own = (self.times.samples() >= 8).then(|| self.times.quantile(LOW)).flatten();
-        let tau = own.or(supply.tau).or_else(|| self.times.quantile(LOW));
+        let own = (self.times.samples() >= 8).then(|| self.times.get()).flatten();
+        let tau = own.or(supply.tau).or_else(|| self.times.get());
         self.tau = tau.unwrap_or(TAU_UNKNOWN);
         self.completions.roll(now, self.tau.max(SHORTEST_SPAN), true);
         let elapsed = now.since(self.grown_at).as_secs_f64() / self.tau.max(1e-6);
@@ -172,7 +172,7 @@ impl Window {
 
     /// The low quantile of this rank's own samples.
     pub fn own_tau(&self) -> Option<f64> {
-        self.times.quantile(LOW)
+        self.times.get()
     }
 
     /// Completions per second.
@@ -182,10 +182,16 @@ impl Window {
 }
 
 /// What prefill delivers, all ranks together.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Flow {
     rate: Rate,
     times: Quantiles,
+}
+
+impl Default for Flow {
+    fn default() -> Self {
+        Self { rate: Rate::default(), times: Quantiles::new(LOW) }
+    }
 }
 
 impl Flow {
@@ -213,7 +219,7 @@ impl Flow {
 
     /// Unqueued bind-to-delivery time of the fleet, seconds.
     pub fn tau(&self) -> Option<f64> {
-        self.times.quantile(LOW)
+        self.times.get()
     }
 }
 

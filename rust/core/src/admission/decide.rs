@@ -187,12 +187,12 @@ impl Admission {
 
     /// Whether any rank of each side takes anything.
     fn any_credit(&self) -> bool {
-        self.fleet.decode.plain.any() && (!self.fleet.is_pd() || self.fleet.prefill.plain.any())
+        self.fleet.decode.any(false) && (!self.fleet.is_pd() || self.fleet.prefill.any(false))
     }
 
     /// The whole fleet is shut: the first in line says why.
     fn note_shut(&mut self, index: u32) {
-        let side = usize::from(!self.fleet.decode.plain.any());
+        let side = usize::from(!self.fleet.decode.any(false));
         self.blocked = self.fleet.why_closed(side);
         self.counters.add(self.blocked);
         if let Some(entry) = self.queue.entry_mut(index) {
@@ -216,7 +216,7 @@ impl Admission {
         if !request.prefix.is_empty() && now.since(entry.found_at) >= TICK {
             let fleet = &self.fleet;
             entry.found =
-                self.affinity.longest(&entry.request.prefix, |s| fleet.ranks.get(s as usize).is_some_and(|r| r.live));
+                self.affinity.longest(&entry.request.prefix, |s| fleet.briefs.get(s as usize).is_some_and(|r| r.live));
             entry.found_at = now;
         }
         let (found, keyed) = (entry.found, entry.request.key != 0);

@@ -41,7 +41,7 @@ impl Admission {
                         rank.service.idle();
                     }
                 }
-                pair.0 = Some(rank.id.worker);
+                pair.0 = Some((rank.worker, rank.id.worker));
                 self.fleet.refresh(place.slot, now);
             }
             if let Some(secs) = unqueued {
@@ -58,13 +58,13 @@ impl Admission {
             if !back_ended {
                 rank.ledger.release(back_done, now);
             }
-            pair.1 = Some(rank.id.worker);
+            pair.1 = Some((rank.worker, rank.id.worker));
             self.fleet.refresh(back.slot, now);
         }
         if let (Some(p), Some(d)) = pair {
-            self.cooldowns.worked(p, d);
+            self.cooldowns.worked(p.1, d.1);
         }
-        for worker in [pair.0, pair.1].into_iter().flatten() {
+        for (worker, _) in [pair.0, pair.1].into_iter().flatten() {
             self.on_breaker(worker, now, Breaker::probe_passed);
         }
     }
@@ -162,7 +162,7 @@ impl Admission {
     fn completed(&mut self, attempt: &Attempt, tokens: u32, now: Moment) {
         for place in [Some(attempt.decode.place), attempt.prefill.map(|l| l.place)].into_iter().flatten() {
             if let Some(rank) = self.fleet.at(place.slot, place.generation) {
-                let worker = rank.id.worker;
+                let worker = rank.worker;
                 self.on_breaker(worker, now, Breaker::answered);
             }
         }
@@ -185,7 +185,7 @@ impl Admission {
             if let Some(rank) = self.fleet.at(leg.place.slot, leg.place.generation)
                 && Some(rank.role) != except
             {
-                let worker = rank.id.worker;
+                let worker = rank.worker;
                 self.on_breaker(worker, now, Breaker::inconclusive);
             }
         }
@@ -217,9 +217,9 @@ impl Admission {
         if let Some(place) = place
             && let Some(rank) = self.fleet.at(place.slot, place.generation)
         {
-            let (worker, id) = (rank.worker, rank.id.worker);
+            let worker = rank.worker;
             let (setting, last) = (self.fleet.rule.breaker, self.fleet.is_last(worker));
-            self.on_breaker(id, now, |b| {
+            self.on_breaker(worker, now, |b| {
                 b.failed(how, setting, last, now);
                 // What does not count as a failure does not end a probe either.
                 b.inconclusive();
@@ -237,8 +237,7 @@ impl Admission {
     }
 
     /// Changes a worker's breaker and opens or closes its ranks accordingly.
-    fn on_breaker(&mut self, id: WorkerId, now: Moment, change: impl FnOnce(&mut Breaker)) {
-        let Some(index) = self.fleet.worker(id) else { return };
+    fn on_breaker(&mut self, index: u32, now: Moment, change: impl FnOnce(&mut Breaker)) {
         let Some(Some(worker)) = self.fleet.workers.get_mut(index as usize) else { return };
         let before = worker.breaker.admits();
         change(&mut worker.breaker);

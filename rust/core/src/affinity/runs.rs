@@ -41,7 +41,7 @@ impl Run {
 /// The pool. Memory is touched only where runs are.
 #[derive(Debug, Default)]
 pub(super) struct Runs {
-    runs: Vec<Run>,
+    pool: Vec<Run>,
     free: Vec<u32>,
     limit: usize,
     /// Removed slots that may still be named; the sweep's place.
@@ -54,7 +54,7 @@ pub(super) struct Runs {
 impl Runs {
     /// An empty pool of `limit` runs.
     pub(super) fn new(limit: usize) -> Self {
-        Self { runs: Vec::with_capacity(limit), free: Vec::with_capacity(limit), limit, ..Self::default() }
+        Self { pool: Vec::with_capacity(limit), free: Vec::with_capacity(limit), limit, ..Self::default() }
     }
 
     pub(super) fn bytes(&self) -> usize {
@@ -62,11 +62,11 @@ impl Runs {
     }
 
     pub(super) fn get(&self, run: u32) -> Run {
-        self.runs.get(run as usize).copied().unwrap_or_default()
+        self.pool.get(run as usize).copied().unwrap_or_default()
     }
 
     pub(super) fn get_mut(&mut self, run: u32) -> Option<&mut Run> {
-        self.runs.get_mut(run as usize)
+        self.pool.get_mut(run as usize)
     }
 
     /// A run that no entry leads to yet, and that is to be held by one. `None` when there are as many as there may be.
@@ -75,14 +75,14 @@ impl Runs {
         // The sweep may be past the place that it gets.
         run.forget(&self.removed);
         if let Some(index) = self.free.pop() {
-            self.runs[index as usize] = run;
+            self.pool[index as usize] = run;
             return Some(index);
         }
-        if self.runs.len() == self.limit {
+        if self.pool.len() == self.limit {
             return None;
         }
-        self.runs.push(run);
-        Some((self.runs.len() - 1) as u32)
+        self.pool.push(run);
+        Some((self.pool.len() - 1) as u32)
     }
 
     /// One entry more leads to a run.
@@ -94,7 +94,7 @@ impl Runs {
 
     /// One entry less leads to a run.
     pub(super) fn release(&mut self, run: u32) {
-        let Some(place) = self.runs.get_mut(run as usize) else { return };
+        let Some(place) = self.pool.get_mut(run as usize) else { return };
         place.refs = place.refs.saturating_sub(1);
         if place.refs == 0 {
             *place = Run::default();
@@ -105,7 +105,7 @@ impl Runs {
     /// Runs that some entry leads to.
     #[cfg(test)]
     pub(super) fn used(&self) -> usize {
-        self.runs.len() - self.free.len()
+        self.pool.len() - self.free.len()
     }
 
     /// Whether one entry alone leads to a run.
@@ -132,12 +132,12 @@ impl Runs {
         if self.removed.is_empty() {
             return;
         }
-        let end = (self.sweep_at + count).min(self.runs.len());
-        for run in &mut self.runs[self.sweep_at..end] {
+        let end = (self.sweep_at + count).min(self.pool.len());
+        for run in &mut self.pool[self.sweep_at..end] {
             run.forget(&self.removed);
         }
         self.sweep_at = end;
-        if end == self.runs.len() {
+        if end == self.pool.len() {
             self.sweep_at = 0;
             self.removed.clear();
             self.removed.append(&mut self.joined);

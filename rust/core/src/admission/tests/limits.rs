@@ -166,3 +166,24 @@ fn a_draining_worker_takes_nothing_new() {
     lab.a.set_draining(d, false);
     assert_eq!(lab.poll(0.0).len(), 1);
 }
+
+#[test]
+fn a_pool_that_is_said_to_be_larger_holds_no_more_than_the_last_report_had_free() {
+    let facts = |slots| EngineFacts { mamba_slots: Some(slots), reports_load: true, ..EngineFacts::default() };
+    let mut lab = Lab::new(AdmissionConfig::default());
+    let id = lab.worker(Role::Regular, 1, facts(4));
+    // Two of others run there, and take all but two.
+    let report = |secs| RankReport {
+        measured_at: t(secs),
+        running: Some(2),
+        waiting_total: Some(0),
+        mamba_free: Some(2),
+        ..RankReport::default()
+    };
+    lab.a.report(id, &[report(0.0)], t(0.0));
+    lab.a.update_facts(id, facts(40), t(0.1));
+    for _ in 0..9 {
+        lab.submit(ask(10), 0.2);
+    }
+    assert_eq!(lab.poll(0.2).len(), 2);
+}
