@@ -231,7 +231,7 @@ mod tests {
         assert_eq!((gauges[1].0, gauges[1].1.free(), gauges[1].1.pool()), (1, Some(5), None));
     }
 
-    /// A plain MoE model has the gauges too, all of them zero; so may a scheduler that has not made a step.
+    /// A plain `MoE` model has the gauges too, all of them zero; so may a scheduler that has not made a step.
     #[test]
     fn gauges_of_no_slot_at_all_bound_nothing() {
         let zero = "sglang:mamba_available_tokens{dp_rank=\"0\"} 0.0\nsglang:mamba_evictable_tokens{dp_rank=\"0\"} 0.0\n\
