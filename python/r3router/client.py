@@ -63,7 +63,9 @@ class Client:
         """`transport`: `ref` asks for references, `inline` does not; both kinds of replies are understood either way.
 
         `layers`, `top_k`: shape of a row of in-line replies, which do not say it; without them their rows are flat,
-        `[rows, layers * top_k]`, or a list of ids where the reply does not tell its tokens. `retries`: attempts after the first; pauses
+        `[rows, layers * top_k]`, or a list of ids where the reply does not tell its tokens. A reference says its own shape: where its
+        router does not know the layers (one layer wide, without `--r3-layers`) the rows get the shape that is said here, and a shape that
+        contradicts it is a `FormatError`. `retries`: attempts after the first; pauses
         double from `pause_s` to 5 s, or are the server's `Retry-After`. `timeout_s`: for one attempt, none by default, since a
         rollout may take hours. `connections`: at once, 0 for any number. A `session` that is given is used and left open.
         """
@@ -270,7 +272,7 @@ class Client:
         if envelope is not None:
             for field in FIELDS:
                 if field in envelope.get("fields", {}):
-                    payloads[field] = self._hold(Reference.parse(envelope, field))
+                    payloads[field] = self._hold(Reference.parse(envelope, field), field)
         for field in FIELDS:
             name = meta.get(field)
             raw = scanner.payloads.pop(name, None) if isinstance(name, str) else None
@@ -278,14 +280,23 @@ class Client:
                 continue
             del meta[field]
             if raw.startswith(descriptor.MAGIC):
-                payloads[field] = self._hold(Reference.of(descriptor.Descriptor.decode(bytes(raw))))
+                payloads[field] = self._hold(Reference.of(descriptor.Descriptor.decode(bytes(raw))), field)
             else:
                 payloads[field] = Payload(self, array=self._inline(raw, field, meta, request))
         return payloads
 
-    def _hold(self, reference: Reference) -> Payload:
+    def _hold(self, reference: Reference, field: str = "routed_experts") -> Payload:
         payload = Payload(self, reference=reference)
         self._held.add(payload)
+        layers, top_k = self._row
+        if field == "routed_experts" and layers and top_k and reference.shape[1:] != (layers, top_k):
+            if reference.shape[1:] != (1, layers * top_k):
+                _later(payload.release())
+                raise FormatError(
+                    f"the reference has rows of {reference.shape[1]} layers and {reference.shape[2]} experts,"
+                    f" and this client was made with layers={layers}, top_k={top_k}; give the model's own, or neither"
+                )
+            payload.row = (layers, top_k)
         return payload
 
     def _inline(self, raw: bytearray, field: str, meta: Mapping[str, Any], request: Mapping[str, Any]) -> NDArray[Any]:

@@ -53,6 +53,38 @@ async def test_two_legs_become_one_array_and_are_released(router: ScriptedRouter
     assert sent == {"input_ids": [1], "return_routed_experts": True}
 
 
+async def test_rows_of_a_router_that_does_not_know_the_layers_get_the_clients_shape(router: ScriptedRouter, client: Client) -> None:
+    rows = expert_rows(4, 60)
+    flat = rows.reshape(60, 1, LAYERS * TOP_K)
+    router.script = [reply(50, 11, output_store_ref=envelope([router.put("aa" * 16, flat)], flat.shape))]
+    got = await client.generate(load=False)
+    part = await got.read_rows(3, 7, dtype="int32")
+    assert part.shape == (4, *ROW) and np.array_equal(part, rows[3:7])
+    await got.load()
+    assert got.routed_experts is not None
+    assert got.routed_experts.shape == rows.shape and np.array_equal(got.routed_experts, rows)
+    assert not router.objects
+
+
+async def test_a_reference_of_another_shape_than_the_clients_is_an_error_and_is_released(router: ScriptedRouter) -> None:
+    rows, body = two_legs(router)
+    router.script = [body]
+    for layers, top_k in ((LAYERS + 1, TOP_K), (TOP_K, LAYERS), (1, LAYERS * TOP_K), (LAYERS * 2, TOP_K)):
+        two_legs(router)
+        async with Client(router.url, retries=0, layers=layers, top_k=top_k) as other:
+            with pytest.raises(FormatError, match=f"{LAYERS} layers and {TOP_K} experts.*layers={layers}, top_k={top_k}"):
+                await other.generate(return_routed_experts=True)
+            for _ in range(1000):  # They are released beside the error.
+                if not router.objects:
+                    break
+                await asyncio.sleep(0.01)
+        assert not router.objects, "nobody released the rows"
+    async with Client(router.url) as told_nothing:
+        two_legs(router)
+        got = await told_nothing.generate(return_routed_experts=True)
+        assert got.routed_experts is not None and np.array_equal(got.routed_experts, rows)
+
+
 async def test_a_range_is_read_across_the_legs_without_the_rest(router: ScriptedRouter, client: Client) -> None:
     rows, body = two_legs(router)
     router.script = [body]

@@ -37,6 +37,8 @@ class Payload:
         self.reference = reference
         """Where the rows are; `None` when they came in the reply."""
         self.array = array
+        self.row: tuple[int, int] | None = None
+        """Layers and experts of a layer, where the reference does not tell them apart."""
         self._held = reference is not None
 
     @property
@@ -51,7 +53,8 @@ class Payload:
             return rows if dtype is None else rows.astype(np.dtype(dtype), copy=False)
         if self.reference is None or not self._held:
             raise RowsGone("this payload was released")
-        return await self._client.reader.read(self.reference, first, end, dtype=dtype)
+        read = await self._client.reader.read(self.reference, first, end, dtype=dtype)
+        return read if self.row is None else read.reshape(len(read), *self.row)
 
     async def load(self, *, keep: bool = False) -> NDArray[Any]:
         """All rows into `array`; the reference is released then, unless it is to be kept."""
