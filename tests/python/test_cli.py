@@ -169,7 +169,7 @@ def test_emulate_takes_every_option_of_the_core_and_explains_it():
 def test_a_fleet_that_cannot_be_is_refused_before_anything_listens():
     done = r3router("emulate", "--decode-engines", "3")
     assert done.returncode == 2
-    assert "decode: 4 ranks cannot be spread evenly over 3 engines" in done.stderr
+    assert "--decode 4 ranks cannot be spread evenly over --decode-engines 3" in done.stderr
 
 
 def test_a_port_that_is_taken_ends_with_1_and_names_it():
@@ -181,3 +181,46 @@ def test_a_port_that_is_taken_ends_with_1_and_names_it():
     assert done.returncode == 1
     assert done.stderr.startswith("Error: ")
     assert str(port) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("emulate", "--scale", "0"),
+        ("emulate", "--scale", "-1"),
+        ("emulate", "--scale", "nan"),
+        ("emulate", "--scale", "1001"),
+        ("emulate", "--max-running", "0"),
+        ("emulate", "--port", "70000"),
+        ("emulate", "--port", "-1"),
+        ("emulate", "--experts", "1"),
+        ("emulate", "--layers", "0"),
+        ("emulate", "--timeout", "inf"),
+        ("emulate", "--threads", "x"),
+        ("emulate", "--host", "localhost"),
+        ("demo", "--scale", "nan"),
+        ("demo", "--seconds", "0"),
+        ("demo", "--per-gpu", "0"),
+        ("demo", "--column", "z"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused_by_the_options_name(command: str, option: str, value: str):
+    done = r3router(command, option, value)
+    assert done.returncode == 2
+    assert option in done.stderr and value in done.stderr, done.stderr
+
+
+def test_simulate_says_what_it_plays_while_it_plays(tmp_path: Path):
+    text = "limit_s = 500\n[workload]\ncount = 5\nconcurrency = 2\n[[workload.classes]]\n"
+    text += 'new_tokens = { kind = "fixed", tokens = 100 }\noutput = { kind = "fixed", tokens = 10 }\n'
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.toml").write_text(text)
+    done = r3router("simulate", str(tmp_path / "one.toml"), str(tmp_path / "two.toml"))
+    assert done.returncode == 0, done.stderr
+    told = done.stderr.splitlines()
+    assert [line.split(":")[0] for line in told] == ["[1/2] one", "[1/2] one", "[2/2] two", "[2/2] two"]
+    assert "completed 5, failed 0" in told[1] and "playing" in told[2]
+    assert done.stdout.count("\n") == 3, "the table alone is the output"
+    (tmp_path / "bad.toml").write_text(text.replace("500", "nan"))
+    done = r3router("simulate", str(tmp_path / "bad.toml"))
+    assert done.returncode == 2 and "limit_s" in done.stderr

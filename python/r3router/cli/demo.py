@@ -9,16 +9,28 @@ from typing import Any
 
 import click
 
+from r3router.cli.numbers import bounded
 from r3router.native import core
 
 
 @click.command(short_help="Show the incident and its cure on an emulated fleet.")
 @click.option("--out", default="target/demo.json", show_default=True, help="Where the result goes, as JSON.")
 @click.option("--peers", envvar="R3ROUTER_PEERS", metavar="FOLDER", help="Folder of environments in which `make peers` installed peers.")
-@click.option("--seconds", type=float, help="Length of a run, seconds of the fleet's time.")
-@click.option("--scale", type=float, help="Time runs this many times faster, and everything on the wire is as much smaller.")
-@click.option("--per-gpu", type=int, help="Requests outstanding per GPU.")
-@click.option("--column", "columns", multiple=True, metavar="LETTER", help="Run only this column (a, a2, b, c). Repeatable.")
+@click.option("--seconds", type=bounded(core.demo_bounds(), "seconds", float), help="Length of a run, seconds of the fleet's time.")
+@click.option(
+    "--scale",
+    type=bounded(core.demo_bounds(), "scale", float),
+    help="Time runs this many times faster, and everything on the wire is as much smaller.",
+)
+@click.option("--per-gpu", type=bounded(core.demo_bounds(), "per_gpu", int), help="Requests outstanding per GPU.")
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="LETTER",
+    type=click.Choice(["a", "a2", "b", "c"]),
+    help="Run only this column (a, a2, b, c). Repeatable.",
+)
 def command(out: str, peers: str | None, columns: tuple[str, ...], **more: Any) -> None:
     """Show the incident and its cure on an emulated fleet.
 

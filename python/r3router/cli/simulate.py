@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,20 @@ def row(report: dict[str, Any]) -> tuple[str, ...]:
         wait("router_wait_s"),
         wait("engine_wait_s"),
     )
+
+
+def play(path: Path, number: int, count: int) -> str:
+    """Plays one scenario; says on standard error that it begins and, as soon as it is through, what came of it."""
+    click.echo(f"[{number}/{count}] {path.stem}: playing", err=True)
+    began = time.monotonic()
+    report = core.simulate(path)
+    cells = dict(zip(COLUMNS, row(json.loads(report)), strict=True))
+    click.echo(
+        f"[{number}/{count}] {path.stem}: completed {cells['completed']}, failed {cells['failed']}, "
+        f"{cells['rollouts/s']} rollouts/s, in {time.monotonic() - began:.1f} s",
+        err=True,
+    )
+    return report
 
 
 def run_sweep(folder: Path, write: Path | None) -> None:
@@ -75,7 +90,7 @@ def command(scenarios: tuple[Path, ...], as_json: bool, sweep: Path | None, writ
         if sweep is not None:
             run_sweep(sweep, write)
             return
-        reports = [core.simulate(path) for path in scenarios]
+        reports = [play(path, number, len(scenarios)) for number, path in enumerate(scenarios, 1)]
     except core.SettingsError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)

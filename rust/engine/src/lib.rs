@@ -1,4 +1,5 @@
 //! Engines without GPUs: a model of an `SGLang` engine, its emulator, a rollout client, a load generator and the simulator.
+pub mod bounds;
 pub mod demo;
 pub mod emulator;
 pub mod load;

@@ -27,8 +27,10 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(simulate::simulate, m)?)?;
     m.add_function(wrap_pyfunction!(simulate::sweep, m)?)?;
     m.add_function(wrap_pyfunction!(emulate::emulate_options, m)?)?;
+    m.add_function(wrap_pyfunction!(emulate::emulate_bounds, m)?)?;
     m.add_function(wrap_pyfunction!(emulate::emulate, m)?)?;
     m.add_function(wrap_pyfunction!(demo::demo_options, m)?)?;
+    m.add_function(wrap_pyfunction!(demo::demo_bounds, m)?)?;
     m.add_function(wrap_pyfunction!(demo::demo, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_load, m)?)?;
     m.add_function(wrap_pyfunction!(load::bench_decode, m)?)?;

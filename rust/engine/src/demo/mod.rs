@@ -12,6 +12,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::bounds::Bound;
+
 pub use column::{Column, ColumnKind};
 
 /// How to run it. Token counts are unscaled.
@@ -125,6 +127,34 @@ impl DemoReport {
     }
 }
 
+impl DemoOptions {
+    /// Least and most of every number.
+    pub const BOUNDS: [Bound; 11] = [
+        ("scale", 1.0, 1000.0),
+        ("seconds", 1.0, 864_000.0),
+        ("per_gpu", 1.0, 100_000.0),
+        ("prefill", 1.0, 1024.0),
+        ("decode", 1.0, 1024.0),
+        ("cached_tokens", 0.0, 10_000_000.0),
+        ("families", 1.0, 1_000_000.0),
+        ("output_tokens", 1.0, 10_000_000.0),
+        ("output_sigma", 0.0, 10.0),
+        ("output_max", 1.0, 10_000_000.0),
+        ("threads", 1.0, 1024.0),
+    ];
+
+    /// # Errors
+    /// The first number outside of its bounds, or a column that there is none of.
+    pub fn check(&self) -> Result<(), String> {
+        crate::bounds::check(self, &Self::BOUNDS)?;
+        let letters: Vec<&str> = ColumnKind::ALL.iter().map(|kind| kind.letter()).collect();
+        match self.columns.iter().find(|c| !letters.contains(&c.as_str())) {
+            Some(unknown) => Err(format!("--column {unknown} is none of {}", letters.join(", "))),
+            None => Ok(()),
+        }
+    }
+}
+
 /// Runs all columns in turn. `progress` gets a line before each and after each. Writes `out`.
 ///
 /// # Errors
@@ -137,6 +167,7 @@ pub fn run(options: &DemoOptions, mut progress: impl FnMut(&str)) -> io::Result<
             "router is empty; it is the command that starts r3router",
         ));
     }
+    options.check().map_err(|message| io::Error::new(io::ErrorKind::InvalidInput, message))?;
     let date = crate::emulator::now_utc();
     let logs = options.out.parent().unwrap_or(Path::new(".")).join("demo-logs");
     std::fs::create_dir_all(&logs)?;
@@ -248,6 +279,19 @@ mod tests {
         assert!(!criteria(&[failing])[0].holds);
         let empty = Column::empty(ColumnKind::Inline);
         assert!(!criteria(&[empty])[0].holds, "nothing completed is no success");
+    }
+
+    #[test]
+    fn numbers_outside_of_their_bounds_and_unknown_columns_are_refused() {
+        let refused = |options: DemoOptions| options.check().unwrap_err();
+        for scale in [0.0, -1.0, f64::NAN, 2000.0] {
+            assert!(refused(DemoOptions { scale, ..Default::default() }).starts_with("--scale "));
+        }
+        assert!(refused(DemoOptions { seconds: f64::NAN, ..Default::default() }).starts_with("--seconds not a number"));
+        assert!(refused(DemoOptions { per_gpu: 0, ..Default::default() }).starts_with("--per-gpu 0 "));
+        let columns = vec!["a".to_owned(), "z".to_owned()];
+        assert_eq!(refused(DemoOptions { columns, ..Default::default() }), "--column z is none of a, a2, b, c");
+        DemoOptions::default().check().unwrap();
     }
 
     #[test]

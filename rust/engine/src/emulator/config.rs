@@ -2,6 +2,7 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
+use crate::bounds::{self, Bound};
 use r3router_core::topology::Role;
 use serde::{Deserialize, Serialize};
 
@@ -120,6 +121,25 @@ impl Default for EmulateOptions {
 }
 
 impl EmulateOptions {
+    /// Least and most of every number. `serve --time-scale` takes a scale up to 1000, so a fleet has no larger one.
+    pub const BOUNDS: [Bound; 15] = [
+        ("prefill", 0.0, 1024.0),
+        ("prefill_engines", 0.0, 1024.0),
+        ("decode", 0.0, 1024.0),
+        ("decode_engines", 0.0, 1024.0),
+        ("regular", 0.0, 1024.0),
+        ("regular_engines", 0.0, 1024.0),
+        ("port", 0.0, 65_535.0),
+        ("scale", 1.0, 1000.0),
+        ("layers", 1.0, 1024.0),
+        ("top_k", 1.0, 1024.0),
+        ("experts", 2.0, 65_536.0),
+        ("max_running", 1.0, 1_000_000.0),
+        ("max_total_tokens", 1.0, 1e12),
+        ("mamba_slots", 0.0, 1_000_000.0),
+        ("threads", 1.0, 1024.0),
+    ];
+
     /// The fleet that these options ask for.
     ///
     /// # Errors
@@ -128,13 +148,16 @@ impl EmulateOptions {
         let version = match self.engine_version.as_str() {
             "0.5.23" => Version::V0_5_23,
             "0.5.12" => Version::V0_5_12,
-            other => return Err(format!("engine_version is {other}; 0.5.23 and 0.5.12 are played")),
+            other => return Err(format!("--engine-version is {other}; 0.5.23 and 0.5.12 are played")),
         };
-        if self.layers == 0 || self.top_k == 0 || !(2..=65_536).contains(&self.experts) {
-            return Err(format!(
-                "layers {} and top_k {} must be at least 1, experts {} between 2 and 65536",
-                self.layers, self.top_k, self.experts
-            ));
+        bounds::check(self, &Self::BOUNDS)?;
+        if self.top_k > self.experts {
+            return Err(format!("--top-k {} is more than --experts {}", self.top_k, self.experts));
+        }
+        if let Some(timeout) = self.timeout
+            && !(0.001..=2_592_000.0).contains(&timeout)
+        {
+            return Err(format!("--timeout {timeout} is not between 0.001 and 2592000"));
         }
         let mut engines = Vec::new();
         for (name, role, ranks, count) in [
@@ -147,7 +170,7 @@ impl EmulateOptions {
             }
         }
         if engines.is_empty() {
-            return Err("prefill, decode and regular are all 0; at least one rank is needed".to_owned());
+            return Err("--prefill, --decode and --regular are all 0; at least one rank is needed".to_owned());
         }
         if self.port != 0 {
             let mut next = self.port;
@@ -158,9 +181,9 @@ impl EmulateOptions {
             };
             let full = || {
                 format!(
-                    "port {} leaves no room for {} engines",
+                    "--port {} leaves no room for {} engines and their bootstrap servers",
                     self.port,
-                    self.prefill_engines + self.decode_engines + self.regular_engines
+                    u32::from(self.prefill_engines) + u32::from(self.decode_engines) + u32::from(self.regular_engines)
                 )
             };
             for engine in &mut engines {
@@ -199,7 +222,7 @@ impl EmulateOptions {
         if let (Some(slots), Some(mamba)) = (self.mamba_slots, model.mamba) {
             model.mamba = (slots > 0).then_some(crate::model::Mamba { slots, ..mamba });
         }
-        if let Some(timeout) = self.timeout.filter(|t| t.is_finite() && *t > 0.0) {
+        if let Some(timeout) = self.timeout {
             model.waiting_timeout = Duration::from_secs_f64(timeout);
             model.bootstrap_timeout = model.waiting_timeout;
         }
@@ -213,7 +236,7 @@ fn spread(name: &str, ranks: u16, engines: u16) -> Result<Vec<u16>, String> {
     }
     if engines == 0 || !ranks.is_multiple_of(engines) {
         return Err(format!(
-            "{name}: {ranks} ranks cannot be spread evenly over {engines} engines; change {name} or {name}_engines"
+            "--{name} {ranks} ranks cannot be spread evenly over --{name}-engines {engines}; change one of them"
         ));
     }
     Ok(vec![ranks / engines; engines as usize])
@@ -244,7 +267,38 @@ mod tests {
         let ranks: Vec<_> = options.fleet().unwrap().engines.iter().map(|e| e.model.ranks).collect();
         assert_eq!(ranks, [4, 4, 4, 1, 1]);
         let message = EmulateOptions { decode_engines: 3, ..Default::default() }.fleet().unwrap_err();
-        assert!(message.contains("decode: 4 ranks") && message.contains("decode_engines"), "{message}");
+        assert!(message.contains("--decode 4 ranks") && message.contains("--decode-engines 3"), "{message}");
         assert!(serde_json::from_str::<EmulateOptions>(r#"{"prefil":2}"#).unwrap_err().to_string().contains("prefil"));
+    }
+
+    #[test]
+    fn every_number_outside_of_its_bounds_is_refused_by_its_options_name() {
+        let set = |name: &str, value: f64| {
+            let mut options = serde_json::to_value(EmulateOptions::default()).unwrap();
+            options[name] = if value.fract() == 0.0 { (value as i64).into() } else { value.into() };
+            serde_json::from_value::<EmulateOptions>(options)
+        };
+        for (name, low, high) in EmulateOptions::BOUNDS {
+            for wrong in [low - 1.0, high + 1.0] {
+                // What the type itself does not hold never gets here.
+                let Ok(options) = set(name, wrong) else { continue };
+                let message = options.fleet().unwrap_err();
+                let flag = format!("--{} ", name.replace('_', "-"));
+                assert!(message.starts_with(&flag) && message.contains("between"), "{name} {wrong}: {message}");
+            }
+        }
+        for scale in [f64::NAN, f64::INFINITY, 0.0, -1.0, 0.5, 1000.5] {
+            let message = EmulateOptions { scale, ..Default::default() }.fleet().unwrap_err();
+            assert!(message.starts_with("--scale ") && message.ends_with("between 1 and 1000"), "{message}");
+        }
+        for timeout in [f64::NAN, 0.0, -5.0] {
+            let message = EmulateOptions { timeout: Some(timeout), ..Default::default() }.fleet().unwrap_err();
+            assert!(message.starts_with("--timeout "), "{message}");
+        }
+        let numbers = serde_json::to_value(EmulateOptions::default()).unwrap();
+        for (name, value) in numbers.as_object().unwrap() {
+            let bounded = EmulateOptions::BOUNDS.iter().any(|(bound, ..)| bound == name);
+            assert!(bounded || !value.is_number(), "{name} has no bounds");
+        }
     }
 }

@@ -45,7 +45,9 @@ fn describe(fleet: &RunningFleet) -> String {
     let scale = fleet.scale().factor();
     let scale = if scale > 1.0 { format!(" --time-scale {scale}") } else { String::new() };
     let arguments = fleet.router_arguments().join(" ");
-    let _infallible = write!(text, "\nA router for this fleet:\n  python -m r3router serve {arguments}{scale}");
+    let crate::emulator::pattern::R3Shape { layers, top_k, experts } = fleet.r3();
+    let r3 = format!(" --r3-layers {layers} --r3-top-k {top_k} --r3-experts {experts}");
+    let _infallible = write!(text, "\nA router for this fleet:\n  python -m r3router serve {arguments}{scale}{r3}");
     text
 }
 

@@ -138,6 +138,11 @@ impl RunningFleet {
         self.engines.first().map_or_else(Scale::default, |e| e.scale)
     }
 
+    /// Shape of the routing rows that the engines give.
+    pub fn r3(&self) -> super::pattern::R3Shape {
+        self.engines.first().map_or_else(super::pattern::R3Shape::default, |e| e.pattern.shape())
+    }
+
     /// Where the engines listen, in the order of the configuration.
     pub fn addresses(&self) -> Vec<EngineAddress> {
         self.engines

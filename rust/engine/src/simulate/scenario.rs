@@ -439,6 +439,38 @@ impl Scenario {
     fn check(&self) -> Result<(), String> {
         let need = |ok: bool, text: &str| if ok { Ok(()) } else { Err(text.to_owned()) };
         let w = &self.workload;
+        // Numbers of a TOML file may be nan or inf; what is compared below with > refuses the first and not the second.
+        let positive = |name: &str, value: Option<f64>| match value {
+            Some(v) if !v.is_finite() || v <= 0.0 => Err(format!("{name} is {v}; it must be a number above 0")),
+            _ => Ok(()),
+        };
+        positive("limit_s", Some(self.limit_s))?;
+        positive("workload.rate_per_s", w.rate_per_s)?;
+        positive("fleet.waiting_timeout_s", self.fleet.waiting_timeout_s)?;
+        for (side, spec) in [("prefill", &self.fleet.prefill), ("decode", &self.fleet.decode)] {
+            for (name, value) in [("tokens_per_s", spec.tokens_per_s), ("step_ms", spec.step_ms)] {
+                positive(&format!("fleet.{side}.{name}"), value)?;
+            }
+            need(
+                spec.transfer_ms.is_none_or(|t| t.is_finite() && t >= 0.0),
+                &format!("fleet.{side}.transfer_ms must be a number from 0"),
+            )?;
+            for (name, value) in [
+                ("pool_tokens", spec.pool_tokens),
+                ("max_running", spec.max_running.map(u64::from)),
+                ("mamba_per_request", spec.mamba_per_request.map(u64::from)),
+                ("chunked_prefill_size", spec.chunked_prefill_size.map(u64::from)),
+            ] {
+                need(value != Some(0), &format!("fleet.{side}.{name} must be above 0"))?;
+            }
+        }
+        for class in &w.classes {
+            let name = "the weight of one of workload.classes";
+            need(
+                class.weight.is_finite() && class.weight >= 0.0,
+                &format!("{name} is {}; it must be a number from 0", class.weight),
+            )?;
+        }
         need(w.count > 0, "workload.count must be above 0")?;
         need(w.burst > 0, "workload.burst must be above 0")?;
         need(
