@@ -144,8 +144,8 @@ BREAKS = [
         "HTTP-2",
         "bodies over 2 MB are refused whatever the option says",
         "rust/proxy/src/routes.rs",
-        "receive::body(incoming, &parts.headers, app.settings.max_payload_size)",
-        "receive::body(incoming, &parts.headers, app.settings.max_payload_size.min(2 << 20))",
+        "Ok(()) => receiver.body(incoming, app.settings.max_payload_size)",
+        "Ok(()) => receiver.body(incoming, app.settings.max_payload_size.min(2 << 20))",
     ),
     Break(
         "JSN-1",

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -246,14 +247,47 @@ async def test_r3_4_thousands_of_samples_leave_the_store_empty(lab: Lab) -> None
     await until(lambda: not list(lab.store.glob("*/*.r3")), "the directory is empty")
 
 
-@pytest.mark.parametrize("fault", ["unwritable", "missing"])
-async def test_r3_4_a_store_that_cannot_be_used_is_an_error_with_advice(lab: Lab, fault: str) -> None:
-    _, _, client = await lab.serve("--disable-retries", "--r3-store-dir", "/proc/1" if fault == "unwritable" else "/nowhere")
+@pytest.mark.parametrize("flag", ["--r3-store-dir", "--r3-spill-dir"])
+@pytest.mark.parametrize("folder", ["/proc/1", "/nowhere"])
+async def test_r3_4_a_directory_that_cannot_be_used_stops_the_start(flag: str, folder: str) -> None:
+    for more in ((), ("--check",)):
+        command = (sys.executable, "-m", "r3router", "serve", "--port", "0", "--prometheus-port", "0", flag, folder, *more)
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+        _, told = await asyncio.wait_for(process.communicate(), 30.0)
+        assert process.returncode == 2
+        assert flag in told.decode() and folder in told.decode(), told
+
+
+async def test_r3_4_a_store_that_goes_while_the_router_runs_is_an_error_with_advice(lab: Lab) -> None:
+    _, _, client = await lab.serve("--disable-retries")
+    lab.store.rmdir()
     got = await client.generate(input_ids=[1, 2, 3], **ASKED)
+    lab.store.mkdir()
     assert got.status == 501
     assert "--r3-store-dir" in got.error()["advice"]
     inline = await client.generate(input_ids=[1, 2, 3], return_routed_experts=True)
     assert inline.status == 200
+
+
+async def test_r3_4_rows_that_were_deleted_are_told_from_expired_ones_and_a_range_says_the_length(lab: Lab) -> None:
+    _, _, client = await ready(lab)
+    got = await client.generate(input_ids=[1, 2, 3, 4], **ASKED)
+    path = paths(got)[0]
+    length = len((await client.get(path)).body)
+    for url, headers, expected in (
+        (path, [("range", f"bytes={length}-")], length),
+        (path + "?rows=0:1", [("range", "bytes=8-")], 8),
+        (path + "?rows=0:999", [], length),
+        (path + "?layers=3:9", [], length),
+    ):
+        answer = await client.request("GET", url, b"", headers=headers)
+        assert (answer.status, answer.header("content-range")) == (416, f"bytes */{expected}"), (url, answer.body)
+    for at in paths(got):
+        assert (await client.delete(at)).status == 204
+        for again in (await client.get(at), await client.delete(at)):
+            error = again.error()
+            assert (again.status, error["code"]) == (410, "r3_deleted")
+            assert "deleted" in error["message"] and "sooner" not in error["advice"]
 
 
 async def test_r3_4_a_broken_connection_during_a_fetch_keeps_the_object(lab: Lab) -> None:

@@ -23,6 +23,7 @@ ZERO_GAUGES = (
     "r3router_requests_live",
     "r3router_queued_requests",
     "r3router_queued_bytes",
+    "r3router_place_waiting_requests",
     "r3router_rank_in_transfer",
     "r3router_rank_open",
     "r3router_rank_r3_bytes",

@@ -51,6 +51,10 @@ kinds! {
     InvalidJson = "invalid_json", 400;
     /// A field that the router reads has the wrong type or value.
     InvalidField = "invalid_field", 400;
+    /// The head of the request is not HTTP/1.1, or too long; the status says which (400, 414, 431).
+    InvalidRequest = "invalid_request", 400;
+    /// The client began a request and stopped sending it; `limit` and `measured` are seconds.
+    ReadTimeout = "read_timeout", 408;
     /// The body is over the limit.
     BodyTooLarge = "body_too_large", 413;
     /// The request is larger than every rank's pool; it can never run.
@@ -69,13 +73,15 @@ kinds! {
     Draining = "draining", 503;
     /// The client closed its connection.
     ClientGone = "client_gone", 499;
-    /// Aborted by `/abort_request`.
+    /// Ended by `/abort_request` in a way that leaves nothing to answer with. A single request is answered with 200 and
+    /// `finish_reason` `abort`, as an engine does; this is for parts of a batch and for broken streams.
     Aborted = "aborted", 503;
     /// Connect refused, unreachable, or name not found.
     Connect = "connect_failed", 502;
     /// The connection broke before the reply was complete.
     Reset = "connection_reset", 502;
-    /// The engine answered with a status of 4xx; passed on as it is.
+    /// The engine answered with a status of 4xx. The client gets the engine's own status and body; only the header `x-smg-error-code`
+    /// is added. 502 stands here for a reply that could not be kept.
     EngineRejected = "engine_rejected", 502;
     /// The engine answered with a status of 5xx.
     EngineFailed = "engine_failed", 500;
@@ -89,14 +95,21 @@ kinds! {
     R3ArenaTooSmall = "r3_arena_too_small", 400;
     /// There are no rows under this id.
     R3Unknown = "r3_unknown", 404;
-    /// The rows were deleted or have expired.
+    /// Nobody fetched the rows within `--r3-ref-expiry-secs`.
     R3Expired = "r3_expired", 410;
+    /// The rows were deleted by a client, or their reply could not be sent.
+    R3Deleted = "r3_deleted", 410;
     /// The range lies outside of the rows.
     R3Range = "r3_range", 416;
     /// The key does not open these rows.
     Forbidden = "forbidden", 403;
     /// Path or method that the router does not know.
     NotFound = "not_found", 404;
+    /// A route that only one engine could answer, and this router's prefill and decode engines are two; `/routes` lists it under
+    /// `regular_engines_only`.
+    NeedsOneEngine = "pd_unsupported", 501;
+    /// The address is registered for another role.
+    WorkerConflict = "worker_conflict", 409;
     /// Wrong method on a known path.
     MethodNotAllowed = "method_not_allowed", 405;
     /// Missing or wrong key.

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::app::App;
 use crate::ask::{Answer, NoAnswer, ask};
 use crate::control::{Told, told_json};
-use crate::errors::{Reply, json_reply};
+use crate::errors::{Reply, json_reply, not_json};
 use crate::live::Sub;
 use crate::rid;
 use crate::upstream::Call;
@@ -75,14 +75,8 @@ enum Target {
 
 impl Target {
     fn read(body: &[u8]) -> Result<(Self, Value), Error> {
-        let invalid = |message: String, at: f64| {
-            let mut error = Error::new(Kind::InvalidJson, Source::Client, message)
-                .advise("send {\"rid\": \"...\"} or {\"abort_all\": true}");
-            error.measured = Some(at);
-            error
-        };
-        let value: Value = serde_json::from_slice(body)
-            .map_err(|e| invalid(format!("the body is not JSON: {e}"), e.column().saturating_sub(1) as f64))?;
+        const ADVICE: &str = "send {\"rid\": \"...\"} or {\"abort_all\": true}";
+        let value: Value = serde_json::from_slice(body).map_err(|e| not_json(body, &e, ADVICE))?;
         let flag = |name: &str| value.get(name).and_then(Value::as_bool).unwrap_or(false);
         if flag("abort_all") {
             return Ok((Self::All, value));
@@ -93,7 +87,7 @@ impl Target {
                 Ok((target, value))
             }
             _ => Err(Error::new(Kind::InvalidField, Source::Client, "neither rid nor abort_all says what to abort")
-                .advise("send {\"rid\": \"...\"} or {\"abort_all\": true}")),
+                .advise(ADVICE)),
         }
     }
 

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use http::HeaderValue;
 use r3router_core::error::{Error, Kind, Source};
+use r3router_core::topology::Role;
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
@@ -142,6 +143,11 @@ impl App {
     /// R3 bytes of the fleet that so many on the wire stand for: the same unless it is an emulated one with a scale.
     pub fn fleet_bytes(&self, wire: u64) -> u64 {
         (wire as f64 * self.clock.scale()) as u64
+    }
+
+    /// The roles that a request needs an engine of.
+    pub fn roles(&self) -> &'static [Role] {
+        if self.settings.pd_disaggregation { &[Role::Prefill, Role::Decode] } else { &[Role::Regular] }
     }
 
     /// What is known of the model's routing.

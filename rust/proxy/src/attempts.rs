@@ -183,6 +183,7 @@ pub async fn serve(shared: &Arc<Shared>, sub: Owner, mode: Mode, count: &Arc<Cou
         let wait = queued.elapsed();
         app.metrics.wait.observe(wait);
         count.dispatched(wait);
+        count.follow(&sub);
         attempts_left -= 1;
         let error = match Box::pin(attempt(shared, &sub, mode, grant)).await {
             Ok(Step::Whole(answer, prefill)) => {
@@ -291,6 +292,10 @@ async fn turn(app: &App, sub: &Owner) -> Result<(), Error> {
 /// A place under `--max-concurrent-requests`, when that is set. The request leaves the line when it is aborted.
 async fn place(app: &Arc<App>, sub: &Owner) -> Result<Option<OwnedSemaphorePermit>, Error> {
     let Some(slots) = &app.slots else { return Ok(None) };
+    if let Ok(permit) = Arc::clone(slots).try_acquire_owned() {
+        return Ok(Some(permit));
+    }
+    let _counted = Placing::new(app);
     let waits = app.settings.queue_timeout_secs;
     let mut waiting = pin!(tokio::time::timeout(waits, Arc::clone(slots).acquire_owned()));
     poll_fn(|cx| {
@@ -307,6 +312,22 @@ async fn place(app: &Arc<App>, sub: &Owner) -> Result<Option<OwnedSemaphorePermi
         })
     })
     .await
+}
+
+/// Counts a request that waits for a place.
+struct Placing<'a>(&'a App);
+
+impl<'a> Placing<'a> {
+    fn new(app: &'a App) -> Self {
+        app.metrics.placing.fetch_add(1, Ordering::Relaxed);
+        Self(app)
+    }
+}
+
+impl Drop for Placing<'_> {
+    fn drop(&mut self) {
+        self.0.metrics.placing.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Waits for a pair; leaves the queue when the request is aborted.

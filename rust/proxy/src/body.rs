@@ -92,6 +92,12 @@ pub enum ReplyBody {
     Stream(Box<dyn Pieces>),
 }
 
+impl std::fmt::Debug for ReplyBody {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if matches!(self, Self::Whole(_)) { "Whole" } else { "Stream" })
+    }
+}
+
 impl ReplyBody {
     /// No body.
     pub fn empty() -> Self {

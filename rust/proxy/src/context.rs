@@ -10,7 +10,7 @@ use r3router_core::error::Kind;
 use r3router_core::wire::{Facts, Route};
 
 use crate::app::App;
-use crate::live::Trace;
+use crate::live::{Sub, Trace};
 use crate::metrics::ClientOutcome;
 use crate::worker::Worker;
 
@@ -140,6 +140,8 @@ struct Progress {
     status: u16,
     outcome: Option<ClientOutcome>,
     dispatched: bool,
+    /// The sub-request that was dispatched last, for ids and ranks when nobody is left to note them.
+    last: Option<Arc<Sub>>,
 }
 
 /// Counts a request: started when it is made, ended when it is dropped, with the outcome that was set, or as left by the client.
@@ -175,6 +177,11 @@ impl Count {
         progress.dispatched = true;
         progress.line.attempts += 1;
         progress.line.wait += wait;
+    }
+
+    /// The sub-request whose ids and ranks the line has when nobody else notes them.
+    pub fn follow(&self, sub: &Arc<Sub>) {
+        self.progress.lock().last = Some(Arc::clone(sub));
     }
 
     /// Bytes were handed to the client.
@@ -217,7 +224,10 @@ impl Drop for Count {
             self.app.metrics.total.observe(took);
         }
         if tracing::enabled!(target: "r3router::request", tracing::Level::INFO) {
-            let line = progress.line;
+            let mut line = progress.line;
+            if let Some(last) = progress.last.filter(|_| line.trace.rid.is_empty()) {
+                line.trace = last.trace();
+            }
             let route = crate::metrics::ROUTES[crate::metrics::route_index(self.route)];
             tracing::info!(
                 target: "r3router::request",

@@ -232,7 +232,7 @@ pub async fn start(shared: &Arc<Shared>, sub: &Owner, mode: Mode, mut grant: Gra
     };
     let mut timer = Timer::new(
         &app.gate,
-        if regular || plain { app.settings.request_timeout_secs } else { app.settings.delivery_timeout_secs },
+        if regular || plain { app.settings.request_timeout_secs } else { app.settings.delivery_timeout() },
         shared.deadline(),
         app.settings.request_timeout_secs,
     );

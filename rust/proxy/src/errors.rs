@@ -66,6 +66,10 @@ pub fn error_reply(error: &Error) -> Reply {
     if let Some(methods) = allowed(error).and_then(|m| HeaderValue::from_str(&m).ok()) {
         headers.insert(header::ALLOW, methods);
     }
+    if error.kind == Kind::ReadTimeout {
+        // What may still come belongs to the request that was given up.
+        headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
     if let Some(after) = error.retry_after {
         // Whole seconds, rounded up: coming back early would meet the same limit.
         let secs = after.as_secs() + u64::from(after.subsec_nanos() > 0);
@@ -93,6 +97,25 @@ pub fn not_found(path: &str) -> Error {
         .advise("see GET /routes for what it answers")
 }
 
+/// A body that is not JSON; `measured` is the position of the first byte that does not fit, the length when the end came too soon.
+pub fn not_json(body: &[u8], error: &serde_json::Error, advice: &'static str) -> Error {
+    let at = if error.is_eof() {
+        body.len()
+    } else {
+        let before: usize =
+            body.split_inclusive(|b| *b == b'\n').take(error.line().saturating_sub(1)).map(<[u8]>::len).sum();
+        (before + error.column().saturating_sub(1)).min(body.len())
+    };
+    let message = if body.is_empty() {
+        "the body is empty, not JSON, at byte 0".to_owned()
+    } else {
+        format!("the body is not JSON: {error}, at byte {at}")
+    };
+    let mut told = Error::new(Kind::InvalidJson, Source::Client, message).advise(advice);
+    told.measured = Some(at as f64);
+    told
+}
+
 /// A method that a path does not take.
 pub fn wrong_method(method: &http::Method, path: &str, takes: &'static str) -> Error {
     Error::new(Kind::MethodNotAllowed, Source::Client, format!("{path} does not take {method}"))
@@ -109,8 +132,27 @@ fn allowed(error: &Error) -> Option<String> {
 mod tests {
     use std::time::Duration;
 
-    use super::{ERROR_CODE, error_json, error_reply, wrong_method};
+    use super::{ERROR_CODE, error_json, error_reply, not_json, wrong_method};
     use r3router_core::error::{Error, Kind, Source};
+
+    #[test]
+    fn the_position_of_what_is_not_json_is_a_byte_of_the_body() {
+        for (body, at) in [
+            ("", 0),
+            ("{", 1),
+            ("nope", 1),
+            (r#"{"a" 1}"#, 5),
+            ("{\n \"a\": 1,\n x}", 12),
+            ("{\n\n\"a\": [1,", 11),
+            ("{\"a\": 1} x", 9),
+            ("\u{e4}", 0),
+        ] {
+            let error = serde_json::from_str::<serde_json::Value>(body).unwrap_err();
+            let told = not_json(body.as_bytes(), &error, "send JSON");
+            assert_eq!(told.measured, Some(f64::from(at)), "{body:?}: {error}");
+            assert!(told.message.ends_with(&format!("at byte {at}")), "{}", told.message);
+        }
+    }
 
     #[test]
     fn an_error_says_limit_measured_worker_and_advice() {

@@ -35,7 +35,12 @@ pub async fn handle(app: &Arc<App>, head: Head, body: Bytes, count: Arc<Count>) 
     let id = count.id().clone();
     let mut reply = match run(app, head, body, &count).await {
         Ok(reply) => reply,
-        Err(refusal) => refuse(&refusal, &count),
+        Err(mut refusal) => {
+            if refusal.error.kind == Kind::NoWorkers {
+                refusal.error = app.registry.explain(app.roles(), refusal.error);
+            }
+            refuse(&refusal, &count)
+        }
     };
     reply.headers_mut().insert(REQUEST_ID, id);
     reply

@@ -31,16 +31,21 @@ pub const PROXIED: [&str; 8] = [
 ];
 
 /// No worker that could answer.
-pub(crate) fn no_workers(what: &str) -> Error {
-    Error::new(Kind::NoWorkers, Source::Router, format!("no {what} worker is active"))
+pub(crate) fn no_workers(app: &App, what: &str) -> Error {
+    let error = Error::new(Kind::NoWorkers, Source::Router, format!("no {what} worker is active"))
         .advise("register one with POST /workers; GET /workers shows the state of each")
-        .retry_after(std::time::Duration::from_secs(1))
+        .retry_after(std::time::Duration::from_secs(1));
+    app.registry.explain(app.roles(), error)
 }
 
 /// The least busy active engine; prefill before decode, as the SGLang router asks.
 fn any_engine(app: &App) -> Result<Arc<Worker>, Error> {
     let busy = |w: &Arc<Worker>| w.open.load(std::sync::atomic::Ordering::Relaxed);
-    app.registry.active().into_iter().min_by_key(|w| (w.role == Role::Decode, busy(w))).ok_or_else(|| no_workers("any"))
+    app.registry
+        .active()
+        .into_iter()
+        .min_by_key(|w| (w.role == Role::Decode, busy(w)))
+        .ok_or_else(|| no_workers(app, "any"))
 }
 
 /// Whether the router can serve: a worker of every role that it needs.
@@ -80,7 +85,9 @@ pub async fn health_generate(app: &Arc<App>) -> Result<Reply, Error> {
     let workers = app.registry.active();
     let mut last = None;
     for role in roles {
-        let Some(worker) = workers.iter().find(|w| w.role == *role) else { return Err(no_workers(role_name(*role))) };
+        let Some(worker) = workers.iter().find(|w| w.role == *role) else {
+            return Err(no_workers(app, role_name(*role)));
+        };
         let call = Call::get(Uri::from_static("/health_generate")).with_key(worker.key.as_ref());
         let answer = asked(app, worker, &call).await?;
         if !answer.ok() {

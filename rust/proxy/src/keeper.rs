@@ -69,6 +69,8 @@ async fn keep(app: &Arc<App>, entry: &Arc<Entry>) {
 
 fn end_generation(app: &App, worker: &Worker) {
     if !worker.gone.is_set() {
+        let legs = worker.open.load(std::sync::atomic::Ordering::Relaxed).max(0);
+        tracing::warn!(worker = &*worker.url, legs, "a generation of the worker ended; what runs on it fails");
         worker.gone.set();
         app.live.worker_gone(worker.id);
     }
@@ -92,6 +94,7 @@ async fn find(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, old: Option<
             health_limit: app.settings.health_check_timeout_secs,
             mamba_slots_per_request: app.settings.mamba_slots_per_request,
             waiting_timeout: app.settings.engine_waiting_timeout_secs,
+            scale: app.clock.scale(),
         };
         let failed = tokio::select! {
             found = probe(&question) => match found {
@@ -307,7 +310,6 @@ async fn check(app: &Arc<App>, entry: &Arc<Entry>, worker: &Arc<Worker>, health:
     health.bad += 1;
     let last = app.registry.healthy(entry.registration.role) <= 1;
     if health.bad >= settings.health_failure_threshold && !last && !entry.state().ejected {
-        tracing::warn!(worker = &*worker.url, %why, "unhealthy, taken out of choice");
         app.gate.set_draining(worker.id, true);
         entry.change(|state| {
             state.ejected = true;

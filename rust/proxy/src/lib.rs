@@ -15,6 +15,7 @@ pub mod control;
 pub mod cors;
 pub mod dispatch;
 pub mod drain;
+pub mod edge;
 pub mod errors;
 pub mod events;
 pub mod fanout;

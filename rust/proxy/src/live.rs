@@ -280,7 +280,8 @@ impl Sub {
                 })
             };
             let (decode, prefill) = (close(Role::Decode), close(Role::Prefill));
-            (permit, std::mem::take(&mut attempt.rid), prefill, decode, pair)
+            // The id stays for the log line.
+            (permit, attempt.rid.clone(), prefill, decode, pair)
         };
         self.app.gate.finish(permit, outcome);
         let targets: Vec<Arc<Worker>> = decode.into_iter().chain(prefill).collect();

@@ -69,6 +69,11 @@ impl ClientOutcome {
         match kind {
             Kind::InvalidJson
             | Kind::InvalidField
+            | Kind::InvalidRequest
+            | Kind::R3Deleted
+            | Kind::WorkerConflict
+            | Kind::NeedsOneEngine
+            | Kind::ReadTimeout
             | Kind::BodyTooLarge
             | Kind::TooLargeForFleet
             | Kind::R3Unsupported
@@ -223,6 +228,8 @@ pub struct Metrics {
     live: AtomicI64,
     /// Client connections open.
     pub connections: AtomicI64,
+    /// Requests that wait for a place under `--max-concurrent-requests`.
+    pub placing: AtomicI64,
     /// Attempts sent.
     pub attempts: AtomicU64,
     /// New attempts after a failed one, by the failure.
@@ -290,6 +297,12 @@ impl Metrics {
             }
         }
         text.single("r3router_requests_live", "Requests in work: started less ended.", "gauge", self.live() as f64);
+        text.single(
+            "r3router_place_waiting_requests",
+            "Requests that wait for a place under --max-concurrent-requests; they are not in r3router_queued_requests yet.",
+            "gauge",
+            self.placing.load(Ordering::Relaxed) as f64,
+        );
         let connections = self.connections.load(Ordering::Relaxed) as f64;
         text.single("r3router_client_connections", "Client connections open.", "gauge", connections);
         let attempts = self.attempts.load(Ordering::Relaxed) as f64;

@@ -12,7 +12,7 @@ use r3router_core::r3::{Dtype, narrow};
 
 use crate::app::App;
 use crate::body::{Cut, Pieces, ReplyBody};
-use crate::errors::Reply;
+use crate::errors::{Reply, error_reply};
 use crate::store::{Absent, HEADER, Meta, Object, id_of};
 
 /// Bytes that are read at once.
@@ -26,15 +26,20 @@ const CRC: HeaderName = HeaderName::from_static("x-r3-crc32");
 /// Answers `/r3/{id}`.
 ///
 /// # Errors
-/// `R3Unknown`, `R3Expired`, `R3Range`, `InvalidField`, `MethodNotAllowed`.
+/// `R3Unknown`, `R3Deleted`, `R3Expired`, `MethodNotAllowed`. A range that cannot be given is a reply, with its length beside it.
 pub fn handle(app: &Arc<App>, method: &Method, uri: &Uri, headers: &HeaderMap, text: &str) -> Result<Reply, Error> {
     let absent = |why: Absent| {
         match why {
         Absent::Unknown => Error::new(Kind::R3Unknown, Source::Client, format!("there are no rows under {text}"))
             .advise("rows live in the router that wrote the reference; a router that was restarted has none of the old ones"),
-        Absent::Gone => Error::new(Kind::R3Expired, Source::Client, format!("the rows of {text} were deleted or have expired"))
-            .with_limit(app.store.keeps().as_secs_f64(), app.store.keeps().as_secs_f64())
-            .advise("fetch sooner, or raise --r3-ref-expiry-secs"),
+        Absent::Deleted => Error::new(Kind::R3Deleted, Source::Client, format!("the rows of {text} were deleted"))
+            .advise("whoever has read them last deletes them; make the sample again, or delete later"),
+        Absent::Expired => {
+            let kept = app.store.keeps().as_secs_f64();
+            Error::new(Kind::R3Expired, Source::Client, format!("the rows of {text} have expired, {kept} s after their reply"))
+                .with_limit(kept, kept)
+                .advise("fetch sooner, or raise --r3-ref-expiry-secs")
+        }
     }
     };
     let id = id_of(text).ok_or_else(|| absent(Absent::Unknown))?;
@@ -47,7 +52,10 @@ pub fn handle(app: &Arc<App>, method: &Method, uri: &Uri, headers: &HeaderMap, t
         }
         Method::GET | Method::HEAD => {
             let object = app.store.get(id).map_err(absent)?;
-            let view = View::parse(&object.meta, uri.query(), headers.get(header::RANGE))?;
+            let view = match View::parse(&object.meta, uri.query(), headers.get(header::RANGE)) {
+                Ok(view) => view,
+                Err(error) => return Ok(refused(&error, &object.meta, uri.query())),
+            };
             let mut reply = read(&object, view, *method == Method::HEAD).map_err(|e| {
                 Error::new(Kind::R3Expired, Source::Router, format!("the file of {text} cannot be read: {e}"))
             })?;
@@ -59,6 +67,20 @@ pub fn handle(app: &Arc<App>, method: &Method, uri: &Uri, headers: &HeaderMap, t
         }
         _ => Err(crate::errors::wrong_method(method, "/r3/{id}", "GET, HEAD or DELETE")),
     }
+}
+
+/// The reply to a range that cannot be given; to one that lies outside it says how long the whole is (RFC 9110, 15.5.17).
+fn refused(error: &Error, meta: &Meta, query: Option<&str>) -> Reply {
+    let mut reply = error_reply(error);
+    if error.kind == Kind::R3Range {
+        // Of the part that the query selects, or of everything when the query itself is outside.
+        let length = View::parse(meta, query, None).map_or(meta.bytes(), |view| view.length);
+        let value = format!("bytes */{length}");
+        reply
+            .headers_mut()
+            .insert(header::CONTENT_RANGE, HeaderValue::from_str(&value).unwrap_or(HeaderValue::from_static("")));
+    }
+    reply
 }
 
 /// What of an object is wanted.

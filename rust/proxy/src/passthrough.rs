@@ -50,14 +50,17 @@ pub const RESPONSES: &str = "/v1/responses/";
 /// Fails in PD mode: no pair of engines serves `path`.
 ///
 /// # Errors
-/// 501.
+/// `NeedsOneEngine`.
 pub fn regular_only(app: &App, path: &str) -> Result<(), Error> {
     if !app.settings.pd_disaggregation {
         return Ok(());
     }
-    Err(Error::new(Kind::NotFound, Source::Client, format!("{path} is not served in PD mode"))
-        .with_status(501)
-        .advise("send it to a router of regular workers"))
+    Err(Error::new(
+        Kind::NeedsOneEngine,
+        Source::Client,
+        format!("{path} is answered by one engine, and this router's engines are split into prefill and decode"),
+    )
+    .advise("send it to a router of regular workers, or to an engine itself"))
 }
 
 /// Sends a POST to the least busy engine and relays its answer.
@@ -113,7 +116,7 @@ async fn sent(app: &Arc<App>, call: &Call, count: &Count) -> Result<Passed, Erro
     let mut workers = app.registry.active();
     workers.sort_by_key(|w| (w.role == Role::Decode, w.open.load(Ordering::Relaxed)));
     let deadline = count.arrived() + app.settings.request_timeout_secs;
-    let mut last = no_workers("any");
+    let mut last = no_workers(app, "any");
     for worker in workers.into_iter().take(app.settings.attempts() as usize) {
         let mut leg = Leg::start(&worker);
         let call = call.clone().with_key(worker.key.as_ref());
@@ -235,7 +238,7 @@ pub async fn of_response(
         Ok(_) => 2,
         Err(_) => 3,
     });
-    let Some(best) = best else { return Err(no_workers("regular")) };
+    let Some(best) = best else { return Err(no_workers(app, "regular")) };
     match best.answer {
         Ok(answer) => Ok(crate::info::relayed(answer)),
         Err(error) => Err(Error::new(Kind::Connect, Source::Decode, error.to_string()).at_worker(&*best.worker.url)),

@@ -34,8 +34,10 @@ pub struct Question<'a> {
     pub health_limit: Duration,
     /// Mamba slots per request, when the settings name them.
     pub mamba_slots_per_request: Option<u32>,
-    /// The engines' `SGLANG_DISAGGREGATION_WAITING_TIMEOUT`.
-    pub waiting_timeout: Duration,
+    /// The engines' waiting timeout, when the settings name it, in the fleet's time.
+    pub waiting_timeout: Option<Duration>,
+    /// How much faster than the machine's clock the fleet's runs: 1 unless it is emulated.
+    pub scale: f64,
 }
 
 /// What was found.
@@ -236,7 +238,7 @@ fn read_info(q: &Question<'_>, info: &Value) -> Found {
             reserved_decode_tokens: count(info, "num_reserved_decode_tokens").map(|p| p as u32),
             chunked_prefill_size: count(info, "chunked_prefill_size").map(|p| p as u32),
             max_input_tokens: count(info, "max_req_input_len"),
-            waiting_timeout: Some(q.waiting_timeout),
+            waiting_timeout: q.waiting_timeout.or_else(|| said_waiting_timeout(info, q.scale)),
             allocation: match info.get("disaggregation_decode_allocation_policy").and_then(Value::as_str) {
                 Some("prefill_complete") => Allocation::PrefillComplete,
                 _ => Allocation::Early,
@@ -255,6 +257,16 @@ fn read_info(q: &Question<'_>, info: &Value) -> Found {
             .or_else(|| count(info, "disaggregation_bootstrap_port").and_then(|p| u16::try_from(p).ok())),
         labels: Map::new(),
     }
+}
+
+/// The waiting timeout that an engine tells, in the fleet's time. SGLang does not (it is an environment variable); engines that are
+/// emulated do, in seconds of the machine, and others may in the name that the variable has.
+fn said_waiting_timeout(info: &Value, scale: f64) -> Option<Duration> {
+    let seconds =
+        |from: &Value, name: &str| from.get(name).and_then(Value::as_f64).filter(|s| s.is_finite() && *s > 0.0);
+    let emulated = info.get("emulator").and_then(|e| seconds(e, "waiting_timeout_s")).map(|s| s * scale);
+    let told = || seconds(info, "disaggregation_waiting_timeout").map(|s| s * scale);
+    emulated.or_else(told).and_then(|s| Duration::try_from_secs_f64(s).ok())
 }
 
 /// State slots that one request takes: one, and with extra buffers two more under overlap scheduling, else one more. Decode without a
@@ -302,10 +314,11 @@ async fn ask_bootstrap(q: &Question<'_>, found: &mut Found) {
 
 #[cfg(test)]
 mod tests {
-    use super::{Question, read_info, slots_per_request, version};
+    use std::time::Duration;
+
+    use super::{Question, read_info, said_waiting_timeout, slots_per_request, version};
     use r3router_core::topology::Role;
     use serde_json::json;
-    use std::time::Duration;
 
     use crate::address::Address;
     use crate::upstream::Pool;
@@ -316,6 +329,21 @@ mod tests {
         assert_eq!(version("v0.5.23"), Some((0, 5, 23)));
         assert_eq!(version("0.5.11rc1"), Some((0, 5, 11)));
         assert_eq!(version("main"), None);
+    }
+
+    #[test]
+    fn a_waiting_timeout_that_the_engine_tells_is_taken_in_the_fleets_time() {
+        let of = |info| said_waiting_timeout(&info, 20.0);
+        assert_eq!(of(json!({"emulator": {"waiting_timeout_s": 3.0}})), Some(Duration::from_secs(60)));
+        assert_eq!(
+            said_waiting_timeout(&json!({"disaggregation_waiting_timeout": 900}), 1.0),
+            Some(Duration::from_secs(900))
+        );
+        for none in
+            [json!({}), json!({"disaggregation_waiting_timeout": -1}), json!({"emulator": {"waiting_timeout_s": "x"}})]
+        {
+            assert_eq!(of(none), None);
+        }
     }
 
     #[test]
@@ -342,9 +370,13 @@ mod tests {
             health: "/health",
             health_limit: Duration::from_secs(5),
             mamba_slots_per_request: None,
-            waiting_timeout: Duration::from_secs(30),
+            waiting_timeout: Some(Duration::from_secs(30)),
+            scale: 1.0,
         };
-        let found = read_info(&question, &json!({"version": "0.5.17"}));
-        assert_eq!(found.facts.waiting_timeout, Some(Duration::from_secs(30)));
+        let info = json!({"version": "0.5.17", "disaggregation_waiting_timeout": 900});
+        assert_eq!(read_info(&question, &info).facts.waiting_timeout, Some(Duration::from_secs(30)));
+        let not_told = Question { waiting_timeout: None, ..question };
+        assert_eq!(read_info(&not_told, &info).facts.waiting_timeout, Some(Duration::from_secs(900)));
+        assert_eq!(read_info(&not_told, &json!({})).facts.waiting_timeout, None, "the core's default holds");
     }
 }

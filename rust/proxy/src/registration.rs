@@ -10,12 +10,29 @@ use serde_json::{Map, Value, json};
 
 use crate::address::Address;
 use crate::app::App;
-use crate::errors::{Reply, json_reply, wrong_method};
+use crate::errors::{Reply, json_reply, not_json, wrong_method};
 use crate::keeper;
+use crate::settings::nearest;
 use crate::workers::{Entry, Phase, Registration, role_name};
 
-/// Fields of `POST /workers` that are kept and shown.
+/// Fields of `POST /workers` that are kept and shown; no decision uses them.
 const SHOWN: [&str; 5] = ["model_id", "priority", "cost", "labels", "runtime"];
+/// Fields that decide something.
+const OBEYED: [&str; 5] = ["url", "worker_type", "bootstrap_port", "api_key", "disable_health_check"];
+/// Fields that the SGLang router takes and that have no effect here; the answer warns of each. Health checks are set for all workers at
+/// once, and ranks are found by themselves.
+const WITHOUT_EFFECT: [&str; 10] = [
+    "tokenizer_path",
+    "reasoning_parser",
+    "tool_parser",
+    "chat_template",
+    "health_check_timeout_secs",
+    "health_check_interval_secs",
+    "health_success_threshold",
+    "health_failure_threshold",
+    "max_connection_attempts",
+    "dp_aware",
+];
 
 fn invalid(message: String, advice: &'static str) -> Error {
     Error::new(Kind::InvalidField, Source::Client, message).advise(advice)
@@ -41,37 +58,53 @@ pub fn register(app: &Arc<App>, mut registration: Registration) -> Result<Arc<En
 /// # Errors
 /// When `url` is no address.
 pub fn plain(url: &str, role: Role, bootstrap_port: Option<u16>) -> Result<Registration, Error> {
-    Ok(Registration {
-        address: Address::parse(url)?,
+    Ok(at(Address::parse(url)?, url, role, bootstrap_port))
+}
+
+fn at(address: Address, url: &str, role: Role, bootstrap_port: Option<u16>) -> Registration {
+    Registration {
+        address,
         shown: url.trim().trim_end_matches('/').into(),
         role,
         bootstrap_port,
         key: None,
         health_checks: true,
         extra: Map::new(),
-    })
+    }
 }
 
-/// Reads the body of `POST /workers`.
-fn read(app: &App, body: &[u8]) -> Result<Registration, Error> {
-    const ADVICE: &str =
-        "send {\"url\": \"http://HOST:PORT\", \"worker_type\": \"regular|prefill|decode\", \"bootstrap_port\"?: 8998}";
-    let value: Value = serde_json::from_slice(body).map_err(|e| {
-        let mut error =
-            Error::new(Kind::InvalidJson, Source::Client, format!("the body is not JSON: {e}")).advise(ADVICE);
-        error.measured = Some(e.column().saturating_sub(1) as f64);
-        error
-    })?;
-    let Some(url) = value.get("url").and_then(Value::as_str) else {
-        return Err(invalid("url is missing or no text".to_owned(), ADVICE));
+const ADVICE: &str =
+    "send {\"url\": \"http://HOST:PORT\", \"worker_type\": \"regular|prefill|decode\", \"bootstrap_port\"?: 8998}";
+
+/// Reads the body of `POST /workers`; the registration, and what the sender should know about it.
+fn read(app: &App, body: &[u8]) -> Result<(Registration, Vec<String>), Error> {
+    let value: Value = serde_json::from_slice(body).map_err(|e| not_json(body, &e, ADVICE))?;
+    let Value::Object(fields) = value else {
+        return Err(invalid("the body is no JSON object".to_owned(), ADVICE));
     };
-    let pd = app.settings.pd_disaggregation;
-    let role = match value.get("worker_type") {
-        None | Some(Value::Null) if !pd => Role::Regular,
-        None | Some(Value::Null) => {
+    read_fields(&fields, app.settings.pd_disaggregation)
+}
+
+fn read_fields(fields: &Map<String, Value>, pd: bool) -> Result<(Registration, Vec<String>), Error> {
+    let warnings = check_names(fields)?;
+    // A null is a field that was left out.
+    let field = |name: &str| fields.get(name).filter(|v| !v.is_null());
+    let text = |name: &str| match field(name) {
+        None => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.as_str())),
+        Some(other) => Err(invalid(format!("{name} {other} is no text"), ADVICE)),
+    };
+    let Some(url) = text("url")? else {
+        return Err(invalid("url is missing".to_owned(), ADVICE));
+    };
+    // Before all else: whatever else is wrong, it is wrong with this engine.
+    let address = Address::parse(url)?;
+    let role = match text("worker_type")? {
+        None if !pd => Role::Regular,
+        None => {
             return Err(invalid("worker_type is missing; this router runs in PD mode".to_owned(), ADVICE));
         }
-        Some(Value::String(name)) => match (name.to_ascii_lowercase().as_str(), pd) {
+        Some(name) => match (name.to_ascii_lowercase().as_str(), pd) {
             ("prefill", true) => Role::Prefill,
             ("decode", true) => Role::Decode,
             ("regular", false) => Role::Regular,
@@ -81,29 +114,55 @@ fn read(app: &App, body: &[u8]) -> Result<Registration, Error> {
             }
             (other, _) => return Err(invalid(format!("worker_type {other:?} is unknown"), ADVICE)),
         },
-        Some(other) => return Err(invalid(format!("worker_type {other} is no text"), ADVICE)),
     };
-    let bootstrap_port = match value.get("bootstrap_port") {
-        None | Some(Value::Null) => None,
+    let bootstrap_port = match field("bootstrap_port") {
+        None => None,
         Some(port) => match port.as_u64().and_then(|p| u16::try_from(p).ok()).filter(|p| *p > 0) {
             Some(port) => Some(port),
             None => return Err(invalid(format!("bootstrap_port {port} is not between 1 and 65535"), ADVICE)),
         },
     };
-    let mut registration = plain(url, role, bootstrap_port)?;
-    if let Some(key) = value.get("api_key").and_then(Value::as_str) {
+    let mut registration = at(address, url, role, bootstrap_port);
+    if let Some(key) = text("api_key")? {
         let mut key = HeaderValue::from_str(&format!("Bearer {key}"))
             .map_err(|_| invalid("api_key has characters that no header takes".to_owned(), ADVICE))?;
         key.set_sensitive(true);
         registration.key = Some(key);
     }
-    registration.health_checks = !value.get("disable_health_check").and_then(Value::as_bool).unwrap_or(false);
+    registration.health_checks = match field("disable_health_check") {
+        None => true,
+        Some(Value::Bool(off)) => !off,
+        Some(other) => return Err(invalid(format!("disable_health_check {other} is not true or false"), ADVICE)),
+    };
     for name in SHOWN {
-        if let Some(shown) = value.get(name) {
+        if let Some(shown) = fields.get(name) {
             registration.extra.insert(name.to_owned(), shown.clone());
         }
     }
-    Ok(registration)
+    Ok((registration, warnings))
+}
+
+/// Refuses names that nobody knows, since a misspelt `bootstrap_port` would be missed only when transfers fail; warns of known ones
+/// without effect.
+fn check_names(fields: &Map<String, Value>) -> Result<Vec<String>, Error> {
+    let known = || OBEYED.into_iter().chain(SHOWN).chain(WITHOUT_EFFECT);
+    let mut warnings = Vec::new();
+    for name in fields.keys() {
+        if !known().any(|k| k == name) {
+            let near = nearest(name, known()).map_or_else(String::new, |near| format!("; did you mean {near}?"));
+            let all = known().collect::<Vec<_>>().join(", ");
+            return Err(Error::new(
+                Kind::InvalidField,
+                Source::Client,
+                format!("{name} is no field of a worker{near}"),
+            )
+            .advise(format!("the fields are {all}")));
+        }
+        if WITHOUT_EFFECT.contains(&name.as_str()) {
+            warnings.push(format!("{name} has no effect in this router"));
+        }
+    }
+    Ok(warnings)
 }
 
 /// One entry as the list shows it.
@@ -207,20 +266,25 @@ pub async fn handle(app: &Arc<App>, method: &Method, uri: &Uri, body: Bytes) -> 
 }
 
 fn post(app: &Arc<App>, body: &[u8]) -> Result<Reply, Error> {
-    let entry = register(app, read(app, body)?)?;
+    let (registration, warnings) = read(app, body)?;
+    let entry = register(app, registration)?;
     let location = format!("/workers/{}", entry.id);
     let phase = entry.phase();
-    let mut reply = json_reply(
-        202,
-        &json!({
-            "status": "accepted",
-            "worker_id": entry.id,
-            "url": &*entry.registration.shown,
-            "location": location,
-            "state": phase.name(),
-            "message": format!("the worker is {}; GET {location} says when it is active", phase.name()),
-        }),
-    );
+    let mut answer = json!({
+        "status": "accepted",
+        "worker_id": entry.id,
+        "url": &*entry.registration.shown,
+        "location": location,
+        "state": phase.name(),
+        "message": format!("the worker is {}; GET {location} says when it is active", phase.name()),
+    });
+    if !warnings.is_empty() {
+        tracing::warn!(worker = &*entry.registration.shown, ?warnings, "registered");
+        if let Some(answer) = answer.as_object_mut() {
+            answer.insert("warnings".into(), warnings.into());
+        }
+    }
+    let mut reply = json_reply(202, &answer);
     if let Ok(location) = HeaderValue::from_str(&location) {
         reply.headers_mut().insert(header::LOCATION, location);
     }
@@ -282,17 +346,21 @@ fn remove(app: &App, entry: &Arc<Entry>) {
 async fn add_old(app: &Arc<App>, uri: &Uri, body: &[u8]) -> Result<Reply, Error> {
     let mut fields = Map::new();
     for (name, value) in query(uri) {
-        let value = match (name.as_str(), value.parse::<u64>()) {
-            ("bootstrap_port", Ok(port)) => port.into(),
+        let value = match name.as_str() {
+            "bootstrap_port" => value.parse::<u64>().map_or_else(|_| value.clone().into(), Value::from),
+            "disable_health_check" | "dp_aware" => {
+                value.parse::<bool>().map_or_else(|_| value.clone().into(), Value::from)
+            }
             _ => value.into(),
         };
         fields.insert(name, value);
     }
-    let entry = if fields.is_empty() && !body.is_empty() {
-        register(app, read(app, body)?)?
+    let (registration, _) = if fields.is_empty() && !body.is_empty() {
+        read(app, body)?
     } else {
-        register(app, read(app, Value::Object(fields).to_string().as_bytes())?)?
+        read_fields(&fields, app.settings.pd_disaggregation)?
     };
+    let entry = register(app, registration)?;
     let mut phases = entry.watch();
     let limit = app.settings.worker_startup_timeout_secs;
     let settled = tokio::time::timeout(limit, phases.wait_for(|p| !matches!(p, Phase::Pending | Phase::Down))).await;
@@ -357,8 +425,44 @@ fn decode_percent(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{by_rank, decode_percent, query};
-    use serde_json::json;
+    use r3router_core::topology::Role;
+    use serde_json::{Value, json};
+
+    use super::{by_rank, decode_percent, query, read_fields};
+
+    fn of(value: &Value, pd: bool) -> Result<(super::Registration, Vec<String>), String> {
+        read_fields(value.as_object().unwrap(), pd).map_err(|e| e.message.into_owned())
+    }
+
+    #[test]
+    fn what_the_sglang_router_takes_is_taken_and_what_nobody_knows_is_refused_by_name() {
+        let all = json!({
+            "url": "http://d:1", "api_key": "k", "model_id": "m", "priority": 1, "cost": 2.0, "worker_type": "decode",
+            "bootstrap_port": null, "runtime": "sglang", "tokenizer_path": "t", "reasoning_parser": "r", "tool_parser": "p",
+            "chat_template": "c", "labels": {}, "health_check_timeout_secs": 30, "health_check_interval_secs": 60,
+            "health_success_threshold": 2, "health_failure_threshold": 3, "disable_health_check": true,
+            "max_connection_attempts": 20, "dp_aware": false,
+        });
+        let (registration, warnings) = of(&all, true).unwrap();
+        assert_eq!((registration.role, registration.health_checks), (Role::Decode, false));
+        assert_eq!(warnings.len(), 10, "{warnings:?}");
+        let wrong = |value: Value| of(&value, true).unwrap_err();
+        assert_eq!(
+            wrong(json!({"url": "http://d:1", "worker_type": "decode", "bootstrap_prt": 1})),
+            "bootstrap_prt is no field of a worker; did you mean bootstrap_port?"
+        );
+        assert!(wrong(json!({"url": "https://d:1"})).contains("https"), "the address comes before the missing role");
+        assert!(wrong(json!({"url": "http://d:1", "worker_type": 5})).contains("worker_type"));
+        assert!(wrong(json!({"url": "http://d:1"})).contains("worker_type is missing"));
+        for (name, value) in
+            [("api_key", json!(5)), ("disable_health_check", json!("yes")), ("bootstrap_port", json!("x"))]
+        {
+            let mut fields = json!({"url": "http://d:1", "worker_type": "decode"});
+            fields[name] = value;
+            assert!(wrong(fields).contains(name), "{name}");
+        }
+        assert!(of(&json!({"url": "http://d:1"}), false).unwrap().1.is_empty());
+    }
 
     #[test]
     fn an_engine_is_listed_by_rank_once_its_ranks_are_known() {

@@ -1,5 +1,6 @@
 //! Which path is answered by what.
 use std::sync::Arc;
+use std::time::Instant;
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, header};
@@ -10,9 +11,11 @@ use serde_json::json;
 
 use crate::app::App;
 use crate::context::{Count, REQUEST_ID, request_id};
+use crate::edge::Edge;
 use crate::errors::{Reply, bytes_reply, error_reply, json_reply, not_found, wrong_method};
 use crate::generate::{self, Head};
-use crate::{abort, auth, control, info, objects, passthrough, receive, registration};
+use crate::receive::Receiver;
+use crate::{abort, auth, control, info, objects, passthrough, registration};
 
 /// The engine route of a path.
 fn engine_route(path: &str) -> Option<Route> {
@@ -25,7 +28,7 @@ fn engine_route(path: &str) -> Option<Route> {
 }
 
 /// Answers one request.
-pub async fn answer(app: Arc<App>, request: Request<Incoming>) -> Reply {
+pub async fn answer(app: Arc<App>, request: Request<Incoming>, edge: Arc<Edge>) -> Reply {
     let origin = request.headers().get(header::ORIGIN).cloned();
     // Generation and what is passed through count themselves under an id; every other answer gets one here.
     let route = engine_route(request.uri().path());
@@ -33,7 +36,7 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>) -> Reply {
     let id = (!counted).then(|| request_id(&app, route, request.headers()));
     let mut reply = match app.cors.preflight(request.method(), request.headers()) {
         Some(reply) => reply,
-        None => routed(&app, request).await,
+        None => routed(&app, request, &edge).await,
     };
     if let Some(id) = id {
         reply.headers_mut().entry(REQUEST_ID).or_insert(id);
@@ -48,27 +51,32 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>) -> Reply {
     reply
 }
 
-async fn routed(app: &Arc<App>, request: Request<Incoming>) -> Reply {
+async fn routed(app: &Arc<App>, request: Request<Incoming>, edge: &Arc<Edge>) -> Reply {
     let path = request.uri().path();
     match (engine_route(path), request.method()) {
-        (Some(route), &Method::POST) => engine(app, route, request).await,
+        (Some(route), &Method::POST) => engine(app, route, request, edge).await,
         (Some(_), method) => error_reply(&wrong_method(method, path, "POST")),
         // Apart, so that the future of a connection has no room for what few requests need.
-        _ => match Box::pin(other(app, request)).await {
+        _ => match Box::pin(other(app, request, edge)).await {
             Ok(reply) => reply,
             Err(error) => error_reply(&error),
         },
     }
 }
 
-async fn engine(app: &Arc<App>, route: Route, request: Request<Incoming>) -> Reply {
+async fn engine(app: &Arc<App>, route: Route, request: Request<Incoming>, edge: &Arc<Edge>) -> Reply {
     let id = request_id(app, Some(route), request.headers());
     let count = Arc::new(Count::start(app, Some(route), id));
     let (parts, incoming) = request.into_parts();
-    let early = app.drain.check().and_then(|()| auth::check(app, parts.uri.path(), &parts.headers));
-    // The body is read even when it is not wanted, so that the connection stays usable.
-    let body = receive::body(incoming, &parts.headers, app.settings.max_payload_size).await;
-    match early.and(body) {
+    let receiver = Receiver { app, edge, headers: &parts.headers, arrived: count.arrived() };
+    let body = match app.drain.check().and_then(|()| auth::check(app, parts.uri.path(), &parts.headers)) {
+        Ok(()) => receiver.body(incoming, app.settings.max_payload_size).await,
+        Err(error) => {
+            receiver.unwanted(incoming);
+            Err(error)
+        }
+    };
+    match body {
         Ok(body) => generate::handle(app, Head { route, uri: parts.uri, headers: parts.headers }, body, count).await,
         Err(error) => {
             count.failed(error.kind, error.http_status());
@@ -79,7 +87,7 @@ async fn engine(app: &Arc<App>, route: Route, request: Request<Incoming>) -> Rep
     }
 }
 
-async fn other(app: &Arc<App>, request: Request<Incoming>) -> Result<Reply, Error> {
+async fn other(app: &Arc<App>, request: Request<Incoming>, edge: &Arc<Edge>) -> Result<Reply, Error> {
     let ok = || bytes_reply(200, "text/plain; charset=utf-8", Bytes::from_static(b"OK"));
     let (parts, incoming) = request.into_parts();
     let (method, uri, headers) = (&parts.method, &parts.uri, &parts.headers);
@@ -100,9 +108,12 @@ async fn other(app: &Arc<App>, request: Request<Incoming>) -> Result<Reply, Erro
         allowed.map_err(|e| auth::refused(e, headers))?;
         return objects::handle(app, method, uri, headers, id);
     }
-    let body = receive::body(incoming, headers, app.settings.max_payload_size).await;
-    allowed?;
-    let body = body?;
+    let receiver = Receiver { app, edge, headers, arrived: Instant::now() };
+    if let Err(error) = allowed {
+        receiver.unwanted(incoming);
+        return Err(error);
+    }
+    let body = receiver.body(incoming, app.settings.max_payload_size).await?;
     match path {
         "/" | "/routes" => Ok(json_reply(200, &routes())),
         "/health_generate" => info::health_generate(app).await,

@@ -13,22 +13,20 @@ use http::Request;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use r3router_core::error::Error;
+use hyper_util::rt::TokioIo;
+use r3router_core::error::{Error, Kind, Source};
 use r3router_core::topology::Role;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 
 use crate::app::App;
+use crate::edge::{Edge, Held, Overdue, Socket};
 use crate::errors::{Reply, bytes_reply, error_reply, not_found};
 use crate::settings::Settings;
 use crate::{info, registration, routes};
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 4096;
-/// How long a connection may be idle, or take to send a request's head. Longer than any client keeps an idle connection, so that a
-/// request does not cross the close.
-const HEAD_TIME: Duration = Duration::from_secs(150);
 /// Pause between looks for referenced rows that have expired.
 const SWEEP: Duration = Duration::from_secs(1);
 /// How long replies may take to leave once the last request has ended.
@@ -232,12 +230,12 @@ impl Drop for Open {
 
 async fn serve_main(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<Closing>) {
     let answered = Arc::clone(&app);
-    connection(app, stream, closed, move |request| routes::answer(Arc::clone(&answered), request)).await;
+    connection(app, stream, closed, move |request, edge| routes::answer(Arc::clone(&answered), request, edge)).await;
 }
 
 async fn serve_metrics(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<Closing>) {
     let answered = Arc::clone(&app);
-    connection(app, stream, closed, move |request: Request<Incoming>| {
+    connection(app, stream, closed, move |request: Request<Incoming>, _| {
         let app = Arc::clone(&answered);
         async move {
             match request.uri().path() {
@@ -252,7 +250,7 @@ async fn serve_metrics(app: Arc<App>, stream: TcpStream, closed: watch::Receiver
 
 async fn connection<S, F>(app: Arc<App>, stream: TcpStream, mut closed: watch::Receiver<Closing>, answer: S)
 where
-    S: Fn(Request<Incoming>) -> F,
+    S: Fn(Request<Incoming>, Arc<Edge>) -> F,
     F: Future<Output = Reply>,
 {
     let _open = Open::new(&app);
@@ -260,25 +258,29 @@ where
     if stream.set_nodelay(true).is_err() {
         return;
     }
+    let edge = Edge::new();
     let service = service_fn(|request| {
-        let answer = answer(request);
-        async move { Ok::<_, Infallible>(answer.await) }
+        let busy = edge.begin();
+        let answer = answer(request, Arc::clone(&edge));
+        async move { Ok::<_, Infallible>(answer.await.map(|body| Held::new(body, busy))) }
     });
     // Half-closed connections count as left: a client that waits for its answer keeps its side open, and engines are freed at once when it
     // does not.
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_TIME)
+    let mut connection = http1::Builder::new()
         .half_close(false)
         .keep_alive(true)
-        .serve_connection(TokioIo::new(stream), service);
-    let mut connection = pin!(connection);
+        .serve_connection(TokioIo::new(Socket::new(stream, Arc::clone(&edge))), service);
+    let (idle, head) = (app.settings.idle_connection_timeout_secs, app.settings.header_read_timeout_secs);
+    let mut look = pin!(tokio::time::sleep(idle.min(head)));
     loop {
         tokio::select! {
             biased;
-            result = connection.as_mut() => {
+            result = &mut connection => {
                 if let Err(error) = result {
                     tracing::debug!(%error, "client connection");
+                    if error.is_parse() {
+                        connection.into_parts().io.into_inner().linger().await;
+                    }
                 }
                 return;
             }
@@ -286,8 +288,29 @@ where
                 if changed.is_err() || *closed.borrow() == Closing::All {
                     return;
                 }
-                connection.as_mut().graceful_shutdown();
+                std::pin::Pin::new(&mut connection).graceful_shutdown();
             }
+            () = look.as_mut() => match edge.overdue(Instant::now(), idle, head) {
+                Err(next) => look.as_mut().reset(next.into()),
+                Ok(Overdue::Idle) => return,
+                Ok(Overdue::Head(bytes)) => {
+                    let error = half_a_head(bytes, head);
+                    tracing::debug!(%error, "client connection");
+                    connection.into_parts().io.into_inner().refuse(&error).await;
+                    return;
+                }
+            },
         }
     }
+}
+
+fn half_a_head(bytes: usize, limit: Duration) -> Error {
+    let limit = limit.as_secs_f64();
+    Error::new(
+        Kind::ReadTimeout,
+        Source::Client,
+        format!("{bytes} bytes of a request's head came in {limit} s, and no end of it"),
+    )
+    .with_limit(limit, limit)
+    .advise("end the head with an empty line, or raise --header-read-timeout-secs")
 }

@@ -1,5 +1,6 @@
 //! The registered engines: one entry per engine process address, whatever spelling it was named by, and its state from
 //! pending to active, failed or removed.
+use std::fmt::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -13,6 +14,11 @@ use tokio::sync::{Notify, watch};
 use crate::address::Address;
 use crate::probe::Found;
 use crate::worker::Worker;
+
+/// Engines that an error tells of one by one.
+const EXPLAINED: usize = 4;
+/// Characters of what each of them last met.
+const EXPLAINED_CHARS: usize = 160;
 
 /// Where an entry stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,17 +133,50 @@ impl Entry {
         if state.phase == Phase::Removed {
             return false;
         }
-        let before = state.phase;
+        let before = state.clone();
         change(&mut state);
         let after = state.phase;
-        if after != before {
+        if after != before.phase {
             state.since = Instant::now();
-            let url = &*self.registration.shown;
-            tracing::info!(worker = url, from = before.name(), to = after.name(), why = %state.message, "worker");
         }
+        self.log(&before, &state);
         drop(state);
         self.phase.send_replace(after);
         true
+    }
+}
+
+impl Entry {
+    /// One line for each change that a person may look for. What takes a worker out of choice is a warning, and so is its return: who
+    /// reads warnings only must see both.
+    fn log(&self, before: &State, after: &State) {
+        let url = &*self.registration.shown;
+        let role = role_name(self.registration.role);
+        let why = &*after.message;
+        let (from, to) = (before.phase.name(), after.phase.name());
+        match (before.phase, after.phase) {
+            (_, Phase::Down) => {
+                tracing::warn!(worker = url, role, from, to, why, "worker down; it is looked at until it answers");
+            }
+            (_, Phase::Failed) if before.phase != Phase::Failed => {
+                tracing::warn!(worker = url, role, from, to, why, "worker given up; register it again to try anew");
+            }
+            (Phase::Down, Phase::Active) => {
+                tracing::warn!(worker = url, role, from, to, why, "worker up again, as a new generation");
+            }
+            (Phase::Pending, Phase::Pending) if before.message != after.message => {
+                tracing::warn!(worker = url, role, why, "worker does not answer yet");
+            }
+            (Phase::Active, Phase::Active) if before.ejected != after.ejected => {
+                let what =
+                    if after.ejected { "unhealthy, taken out of choice" } else { "healthy again, back in choice" };
+                tracing::warn!(worker = url, role, why, "worker {what}");
+            }
+            (from_phase, to_phase) if from_phase != to_phase => {
+                tracing::info!(worker = url, role, from, to, why, "worker {to}");
+            }
+            _ => {}
+        }
     }
 }
 
@@ -160,18 +199,17 @@ impl Registry {
     /// Registers an engine. The same address and role again is the same entry (`false`); a failed one is started anew (`true`).
     ///
     /// # Errors
-    /// `InvalidField` with 409 when the address is registered for another role.
+    /// `WorkerConflict` when the address is registered for another role.
     pub fn add(&self, registration: Registration) -> Result<(Arc<Entry>, bool), Error> {
         let mut entries = self.entries.write();
         if let Some(at) = entries.iter().position(|e| e.registration.address.url == registration.address.url) {
             let Some(entry) = entries.get(at) else { return Err(internal()) };
             if entry.registration.role != registration.role {
                 return Err(Error::new(
-                    Kind::InvalidField,
+                    Kind::WorkerConflict,
                     Source::Client,
                     format!("{} is registered as {}", entry.registration.shown, role_name(entry.registration.role)),
                 )
-                .with_status(409)
                 .advise("delete it first, with DELETE /workers/{id}"));
             }
             if entry.phase() != Phase::Failed {
@@ -230,6 +268,36 @@ impl Registry {
         self.entries.read().iter().filter_map(|e| e.active()).collect()
     }
 
+    /// Says of a role that has engines and none that can serve how many there are, and what each of them last met; what was known before
+    /// otherwise.
+    pub fn explain(&self, roles: &[Role], error: Error) -> Error {
+        let entries = self.all();
+        for &role in roles {
+            let of: Vec<_> = entries.iter().filter(|e| e.registration.role == role).collect();
+            if of.is_empty() || of.iter().any(|e| e.healthy()) {
+                continue;
+            }
+            let mut message = format!("{} {} registered, 0 healthy", of.len(), role_name(role));
+            for (at, entry) in of.iter().take(EXPLAINED).enumerate() {
+                let state = entry.state();
+                let why: String = state.message.chars().take(EXPLAINED_CHARS).collect();
+                let phase = if state.ejected { "unhealthy" } else { state.phase.name() };
+                let begin = if at == 0 { ": " } else { "; " };
+                let _ = write!(message, "{begin}{} is {phase} ({why})", entry.registration.shown);
+            }
+            if of.len() > EXPLAINED {
+                let _ = write!(message, "; and {} more", of.len() - EXPLAINED);
+            }
+            let mut error = error.advise(
+                "see that these engines run and can be reached from the router, which looks at each by itself; GET /workers shows all",
+            );
+            error.message = message.into();
+            (error.limit, error.measured) = (Some(1.0), Some(0.0));
+            return error;
+        }
+        error
+    }
+
     /// Entries of a role that can serve.
     pub fn healthy(&self, role: Role) -> usize {
         self.entries.read().iter().filter(|e| e.registration.role == role && e.healthy()).count()
@@ -278,7 +346,7 @@ mod tests {
         assert_eq!(registry.find("http://[::1]:9001/").unwrap().id, first.id);
         assert_eq!(registry.find(&first.id).unwrap().id, first.id);
         let error = registry.add(registration("http://[::1]:9001", Role::Prefill)).unwrap_err();
-        assert_eq!(error.http_status(), 409);
+        assert_eq!((error.http_status(), error.kind.code()), (409, "worker_conflict"));
         assert_eq!(registry.all().len(), 1);
     }
 
@@ -293,6 +361,33 @@ mod tests {
         assert!(!again.change(|s| s.phase = Phase::Active));
         assert_eq!(again.phase(), Phase::Removed);
         assert!(registry.all().is_empty());
+    }
+
+    #[test]
+    fn a_fleet_without_a_healthy_engine_says_what_each_last_met() {
+        use r3router_core::error::{Error, Kind, Source};
+        let registry = Registry::default();
+        let asked = || {
+            let error = Error::new(Kind::NoWorkers, Source::Router, "no decode worker is registered");
+            registry.explain(&[Role::Prefill, Role::Decode], error)
+        };
+        assert_eq!(asked().message, "no decode worker is registered");
+        for at in 0..6 {
+            let (entry, _) = registry.add(registration(&format!("http://d:{}", at + 1), Role::Decode)).unwrap();
+            entry.change(|s| {
+                s.phase = Phase::Down;
+                s.message = format!("refused {}", "x".repeat(1000));
+            });
+        }
+        let error = asked();
+        assert!(
+            error.message.starts_with("6 decode registered, 0 healthy: http://d:1 is down (refused xxx"),
+            "{error}"
+        );
+        assert!(error.message.ends_with("; and 2 more") && error.message.len() < 1000, "{error}");
+        assert_eq!((error.limit, error.measured, error.http_status()), (Some(1.0), Some(0.0), 503));
+        registry.all()[5].change(|s| s.phase = Phase::Active);
+        assert_eq!(asked().message, "no decode worker is registered", "one is healthy, so that was not the reason");
     }
 
     #[test]

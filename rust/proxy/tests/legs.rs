@@ -282,7 +282,7 @@ fn nothing_delivered_in_time_is_504_and_both_legs_are_aborted() {
         })
         .await;
         let mut settings = pd(&[&p], &[&d]);
-        settings.delivery_timeout_secs = Duration::from_millis(300);
+        settings.delivery_timeout_secs = Some(Duration::from_millis(300));
         let router = Running::start(settings).await;
         let got = router.post("/generate", BODY).await;
         assert_eq!((got.status, got.code().as_str()), (504, "delivery_timeout"));

@@ -2,8 +2,12 @@
 use std::time::Duration;
 
 use r3router_core::admission::AdmissionConfig;
+use r3router_core::capacity::DEFAULT_WAITING_TIMEOUT;
 
 use super::table::Settings;
+
+/// How much later than the engines the router gives up, so that theirs is the message.
+const AFTER_THE_ENGINE: Duration = Duration::from_secs(30);
 
 impl Settings {
     /// The admission's configuration. `seed` should differ between processes.
@@ -35,13 +39,20 @@ impl Settings {
             &mut self.request_timeout_secs,
             &mut self.queue_timeout_secs,
             &mut self.poll_interval_ms,
-            &mut self.delivery_timeout_secs,
             &mut self.retry_initial_backoff_ms,
             &mut self.retry_max_backoff_ms,
         ] {
             *span = span.div_f64(scale);
         }
+        // The engines' own clock is the fleet's; only what the router measures by it is the machine's.
+        self.delivery_timeout_secs = Some(self.delivery_timeout().div_f64(scale));
         self
+    }
+
+    /// How long prefill may take to deliver: as set, or a little longer than the engines themselves wait.
+    pub fn delivery_timeout(&self) -> Duration {
+        self.delivery_timeout_secs
+            .unwrap_or_else(|| self.engine_waiting_timeout_secs.unwrap_or(DEFAULT_WAITING_TIMEOUT) + AFTER_THE_ENGINE)
     }
 
     /// Whether decode is asked for rows from the prompt's end only. The baseline sends both engines what the client sent.

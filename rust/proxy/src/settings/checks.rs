@@ -68,6 +68,14 @@ pub(super) fn contradictions(
             wrong("cors_allowed_origins", format!("{origin:?} cannot stand in a header"), "write scheme://host[:port]");
         }
     }
+    if let Some(engine) = s.engine_waiting_timeout_secs
+        && s.delivery_timeout() <= engine
+    {
+        warnings.push(
+            "--delivery-timeout-secs is not above --engine-waiting-timeout-secs; the router ends transfers before the engine can say what is wrong"
+                .to_owned(),
+        );
+    }
     if s.request_timeout_secs < s.queue_timeout_secs && origins.contains_key("queue_timeout_secs") {
         warnings.push(
             "--queue-timeout-secs is longer than --request-timeout-secs; a request never waits longer than the latter"

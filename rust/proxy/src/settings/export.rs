@@ -43,7 +43,11 @@ pub fn reference_page() -> String {
          Each setting is a flag of `r3router serve`, a variable and a key of the TOML file that `--config` names. A flag wins over a\n\
          variable, a variable over the file, the file over the default. Unknown names are refused. Durations are numbers in the unit\n\
          given or texts such as `300s`, `250ms`, `1h30m`; sizes are bytes or texts such as `512MiB`, `8GiB`. A switch takes `--no-…` too.\n\
-         Lists in a variable are separated by commas or spaces. *Peer* is the default of sglang-router 0.3.2, where the flag exists there.\n",
+         Lists in a variable are separated by commas or spaces. *Peer* is the default of sglang-router 0.3.2, where the flag exists there.\n\n\
+         Two options of `r3router serve` are no settings:\n\n\
+         | option | variable | meaning |\n|---|---|---|\n\
+         | `--config FILE` | `R3ROUTER_CONFIG` | TOML file with settings; the flag wins. Its keys are the flags without dashes in front, `-` as `_`: `port = 30000`. |\n\
+         | `--check` | | Read and check everything, the directories for routing payloads too, print each setting with where it was written, and leave: 0, or 2 with every error. |\n",
     );
     let mut group = "";
     for row in rows() {

@@ -11,6 +11,7 @@ mod export;
 mod names;
 mod nearest;
 mod peer;
+mod places;
 mod quantity;
 mod sources;
 mod table;

@@ -9,6 +9,7 @@ use super::declare::Row;
 use super::error::{Origin, SettingsError, SettingsErrors};
 use super::nearest::nearest;
 use super::peer::{self, Fate, PeerFlag};
+use super::places;
 use super::table::{Settings, rows};
 use super::value::Value;
 
@@ -138,6 +139,7 @@ impl Sources {
         let origins: BTreeMap<_, _> = merge.given.into_iter().map(|(name, (origin, _))| (name, origin)).collect();
         if merge.errors.is_empty() {
             checks::contradictions(&settings, &origins, &mut merge.errors, &mut merge.warnings);
+            places::check(&settings, &origins, &mut merge.errors, &mut merge.warnings);
         }
         if merge.errors.is_empty() {
             Ok(Loaded { settings, origins, warnings: merge.warnings })

@@ -51,6 +51,13 @@ settings! {
         max_payload_size: u64 = 512 << 20; unit(Unit::Bytes); peer("536870912"); range(1024.0, f64::INFINITY),
         /// Longest life of a request, from its arrival to its last byte.
         request_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("1800"); range(0.01, 30.0 * DAY),
+        /// How long a client may take to send a request's head. It gets 408.
+        header_read_timeout_secs: Duration = Duration::from_secs(30); unit(Unit::Secs); range(0.01, DAY),
+        /// How long a client may send nothing of a body that it has begun. It gets 408. A trainer whose event loop is blocked sends nothing for a
+        /// while, so this is minutes.
+        body_read_timeout_secs: Duration = Duration::from_secs(120); unit(Unit::Secs); range(0.01, DAY),
+        /// How long a client's connection may be idle between requests. Longer than clients keep theirs, so that no request crosses the close.
+        idle_connection_timeout_secs: Duration = Duration::from_secs(150); unit(Unit::Secs); range(0.01, DAY),
         /// How long open requests may go on after SIGTERM.
         shutdown_grace_period_secs: Duration = Duration::from_secs(180); unit(Unit::Secs); peer("180"); range(0.0, DAY),
         /// Headers that are read for a request's id, in order. Empty: x-request-id, x-correlation-id, x-trace-id, request-id.
@@ -85,12 +92,15 @@ settings! {
         default_max_new_tokens: u32 = 4096; range(1.0, 1e7),
         /// Mamba state slots that one request takes. Left out: from the engine's version and flags.
         mamba_slots_per_request: Option<u32> = None; range(1.0, 64.0),
-        /// `SGLANG_DISAGGREGATION_WAITING_TIMEOUT` of the engines, which they do not tell: a request may wait a quarter of it on a prefill rank, and routing payloads may take a tenth of it to leave an engine.
-        engine_waiting_timeout_secs: Duration = Duration::from_secs(300); unit(Unit::Secs); range(1.0, DAY),
         /// Pause between polls of an engine's load.
         poll_interval_ms: Duration = Duration::from_millis(200); unit(Unit::Millis); range(5.0, 60_000.0),
-        /// How long prefill may take to deliver KV after a request was sent. Above the engine's own 300 s, so that the engine's message comes first.
-        delivery_timeout_secs: Duration = Duration::from_secs(330); unit(Unit::Secs); range(0.01, DAY),
+        /// `SGLANG_DISAGGREGATION_WAITING_TIMEOUT` of the engines: a request may wait a quarter of it on a prefill rank, and routing payloads may
+        /// take a tenth of it to leave an engine. SGLang tells it nowhere. Left out: what the engine's `/server_info` says, if it does (emulated
+        /// ones do), else 300 s.
+        engine_waiting_timeout_secs: Option<Duration> = None; unit(Unit::Secs); range(1.0, DAY),
+        /// How long prefill may take to deliver KV after a request was sent. Left out: 30 s more than `--engine-waiting-timeout-secs` (330 s
+        /// without it), so that the engine's own message comes first.
+        delivery_timeout_secs: Option<Duration> = None; unit(Unit::Secs); range(0.01, DAY),
     }
     "Routing payloads (R3)" => {
         /// Memory for routing payloads that wait for their other half, in all.

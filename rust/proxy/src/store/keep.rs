@@ -1,5 +1,5 @@
 //! Objects that clients hold references to: made, read, deleted, expired. One file each, on tmpfs, under the arena's byte cap.
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
@@ -82,8 +82,10 @@ impl Object {
 pub enum Absent {
     /// There never was one, as far as is known.
     Unknown,
-    /// It was deleted or has expired.
-    Gone,
+    /// A client deleted it, or its reply was never sent.
+    Deleted,
+    /// Its time is over.
+    Expired,
 }
 
 /// Objects by how they ended.
@@ -109,7 +111,8 @@ pub struct Ends {
 struct Table {
     live: HashMap<Id, Arc<Object>>,
     by_expiry: BTreeSet<(u64, Id)>,
-    gone: HashSet<Id>,
+    /// What ended, and why.
+    gone: HashMap<Id, Absent>,
     gone_order: VecDeque<Id>,
     bytes: u64,
     spilled: u64,
@@ -166,7 +169,7 @@ impl Pin {
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        if !self.kept.load(Ordering::Relaxed) && self.store.remove(self.object.id) {
+        if !self.kept.load(Ordering::Relaxed) && self.store.remove(self.object.id, Absent::Deleted) {
             self.store.inner.ends.unsent.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -319,9 +322,8 @@ impl Store {
         let table = self.inner.table.lock();
         match table.live.get(&id) {
             Some(object) if object.expires_ms > now_ms() => Ok(Arc::clone(object)),
-            Some(_) => Err(Absent::Gone),
-            None if table.gone.contains(&id) => Err(Absent::Gone),
-            None => Err(Absent::Unknown),
+            Some(_) => Err(Absent::Expired),
+            None => Err(table.gone.get(&id).copied().unwrap_or(Absent::Unknown)),
         }
     }
 
@@ -331,8 +333,8 @@ impl Store {
     /// Why there is none.
     pub fn delete(&self, id: Id) -> Result<(), Absent> {
         self.get(id)?;
-        if !self.remove(id) {
-            return Err(Absent::Gone);
+        if !self.remove(id, Absent::Deleted) {
+            return Err(Absent::Deleted);
         }
         self.inner.ends.deleted.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -347,7 +349,7 @@ impl Store {
         };
         for id in &due {
             let read = self.inner.table.lock().live.get(id).is_some_and(|o| o.fetched.load(Ordering::Relaxed));
-            if self.remove(*id) {
+            if self.remove(*id, Absent::Expired) {
                 let ends = &self.inner.ends;
                 let end = if read { &ends.expired_read } else { &ends.expired_unread };
                 end.fetch_add(1, Ordering::Relaxed);
@@ -356,7 +358,7 @@ impl Store {
         due.len()
     }
 
-    fn remove(&self, id: Id) -> bool {
+    fn remove(&self, id: Id, why: Absent) -> bool {
         let held = {
             let mut table = self.inner.table.lock();
             let Some(object) = table.live.remove(&id) else { return false };
@@ -366,7 +368,7 @@ impl Store {
             let bytes = HEADER as u64 + object.meta.bytes();
             let count = if object.charge.is_some() { &mut table.bytes } else { &mut table.spilled };
             *count = count.saturating_sub(bytes);
-            table.gone.insert(id);
+            table.gone.insert(id, why);
             table.gone_order.push_back(id);
             if table.gone_order.len() > REMEMBERED
                 && let Some(oldest) = table.gone_order.pop_front()
@@ -555,8 +557,8 @@ mod tests {
         assert_eq!(store.get(object.id).unwrap().id, object.id);
         assert_eq!(id_of(&id_text(object.id)), Some(object.id));
         store.delete(object.id).unwrap();
-        assert_eq!(store.get(object.id).unwrap_err(), Absent::Gone);
-        assert_eq!(store.delete(object.id).unwrap_err(), Absent::Gone);
+        assert_eq!(store.get(object.id).unwrap_err(), Absent::Deleted);
+        assert_eq!(store.delete(object.id).unwrap_err(), Absent::Deleted);
         assert_eq!(store.get(7).unwrap_err(), Absent::Unknown);
         assert!(!object.path.exists());
     }
@@ -594,7 +596,7 @@ mod tests {
         }
         assert_eq!(lab.held.load(Ordering::Relaxed), 2 * (HEADER as u64 + 4));
         std::thread::sleep(Duration::from_millis(5));
-        assert_eq!(store.get(ids[0]).unwrap_err(), Absent::Gone, "not served after its time even when not swept");
+        assert_eq!(store.get(ids[0]).unwrap_err(), Absent::Expired, "not served after its time even when not swept");
         assert_eq!(store.sweep(), 2);
         let ends = store.ends();
         let counts = [&ends.expired_read, &ends.expired_unread, &ends.deleted].map(|n| n.load(Ordering::Relaxed));
