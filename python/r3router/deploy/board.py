@@ -59,6 +59,7 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                 (
                     _sum("r3router_requests_live", "requests"),
                     _sum("r3router_queued_requests", "of them waiting"),
+                    _sum("r3router_place_waiting_requests", "of them waiting for a place"),
                     _sum("r3router_client_connections", "client connections"),
                 ),
             ),
