@@ -44,7 +44,7 @@ BREAKS = [
     Break(
         "KVX-1",
         "decode ranks take requests whatever they hold",
-        "rust/core/src/fleet.rs",
+        "rust/core/src/fleet/judge.rs",
         "            if amount <= 0 {\n                return Err(reason);",
         "            if amount <= -1_000_000_000 {\n                return Err(reason);",
     ),
