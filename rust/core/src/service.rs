@@ -13,7 +13,7 @@ const PIPELINE: i64 = 4;
 /// Bucket of the token rate, seconds.
 const SPAN: f64 = 1.0;
 /// Overheads that say something together: the quantile of so many is their least, and one delivery that a fault held up says
-/// nothing. Waiting for eight cost a cold fleet in the shape of the incident 3 %.
+/// nothing. In a cold fleet in the shape of the incident one would do 3 % more than three, and eight as much as three.
 const ENOUGH: u32 = 3;
 /// The quantile of overheads that counts as unqueued.
 const LOW: f64 = 0.2;
