@@ -27,7 +27,7 @@ export R3ROUTER_SIM_SEEDS := $(SEEDS)
 # The package of this clone, whichever clone an environment in R3ROUTER_CACHE was last built from.
 export PYTHONPATH := $(ROOT)/python
 # Where the tests of deploy/ find helm, kustomize and promtool.
-export R3ROUTER_DEPLOY_TOOLS := $(TOOLS)/bin
+export DEPLOY_TOOLS := $(TOOLS)/bin
 HELM := helm.sh/helm/v3/cmd/helm@v3.20.2
 KUSTOMIZE := sigs.k8s.io/kustomize/kustomize/v5@v5.7.1
 # The peers that the demo and the benchmarks run beside ours; each gets an environment of its own, since two of them ship

@@ -32,7 +32,7 @@ def _missing(what: str) -> None:
 
 @functools.cache
 def _found(name: str) -> str | None:
-    folder = os.environ.get("R3ROUTER_DEPLOY_TOOLS")
+    folder = os.environ.get("DEPLOY_TOOLS")
     return (shutil.which(name, path=folder) if folder else None) or shutil.which(name)
 
 
