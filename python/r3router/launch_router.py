@@ -164,7 +164,7 @@ class _Methods:
 
 def _as_argument(setting: Setting) -> dict[str, Any]:
     """How argparse takes a setting."""
-    how: dict[str, Any] = {"help": describe(setting).replace("%", "%%"), "default": setting["bare"]}
+    how: dict[str, Any] = {"help": describe(setting).replace("%", "%%"), "default": {} if setting["name"] in SELECTORS else setting["bare"]}
     arity = setting["arity"]
     if arity == "switch":
         return how | {"action": argparse.BooleanOptionalAction}
@@ -192,9 +192,8 @@ else:
     RouterArgs = dataclasses.make_dataclass(
         "RouterArgs",
         [
-            *(field(s["name"], s["bare"]) for s in settings()),
+            *(field(s["name"], {} if s["name"] in SELECTORS else s["bare"]) for s in settings()),
             *(field(f["name"], peer_default(f)) for f in peer_flags()),
-            ("bootstrap_port_annotation", Any, "sglang.ai/bootstrap-port"),
             ("config", Any, None),
         ],
         bases=(_Methods,),
@@ -211,10 +210,12 @@ def sources(args: RouterArgs) -> dict[str, Any]:
     for made in dataclasses.fields(args):  # type: ignore[arg-type]
         value = getattr(args, made.name)
         default = made.default if made.default_factory is dataclasses.MISSING else made.default_factory()
-        if made.name in ("config", "bootstrap_port_annotation") or value is None or value == default:
+        if made.name == "config" or value is None or value == default:
             continue
         if made.name == "prefill_urls":
             value = [[url] if port is None else [url, port] for url, port in value]
+        if made.name in SELECTORS:
+            value = [f"{key}={label}" for key, label in value.items()]
         flags[names.get(made.name, made.name)] = value
     env = {name: value for name, value in os.environ.items() if name.startswith("R3ROUTER_")}
     return {"flags": flags, "env": env, "config": args.config}

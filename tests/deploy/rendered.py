@@ -93,7 +93,7 @@ def check_router(manifests: list[Json], *, more: tuple[str, ...] = ()) -> None:
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] >= 10000
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert spec["automountServiceAccountToken"] is False
+    assert spec["automountServiceAccountToken"] is file.get("service_discovery", False)
     assert spec["enableServiceLinks"] is False
     assert router["securityContext"] == {
         "allowPrivilegeEscalation": False,

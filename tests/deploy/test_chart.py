@@ -45,7 +45,7 @@ def test_the_chart_lints_without_a_remark():
 
 
 def test_the_examples_are_there():
-    assert NAMES == ["closed", "pd", "regular", "scaled"]
+    assert NAMES == ["closed", "discovery", "pd", "regular", "scaled"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,6 +112,25 @@ def test_a_network_policy_names_its_peers_both_ways():
         "to": [{"podSelector": {"matchLabels": {"app": "engine"}}}],
         "ports": [{"port": 30000, "protocol": "TCP"}, {"port": 9400, "protocol": "TCP"}],
     }
+
+
+@pytest.mark.parametrize(
+    ("namespace", "kind", "where"), [(None, "Role", "rollouts"), ("other", "Role", "other"), ("*", "ClusterRole", None)]
+)
+def test_discovery_may_see_pods_and_nothing_else(namespace: str | None, kind: str, where: str | None):
+    more = [] if namespace is None else ["--set", f"settings.service_discovery_namespace={namespace}"]
+    status, out, err = template("--values", DEPLOY / "helm" / "examples" / "discovery.yaml", *more)
+    assert status == 0, err
+    shown = load(out)
+    check_schemas(shown)
+    role, binding = named(shown, kind), named(shown, f"{kind}Binding")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    assert role["metadata"].get("namespace") == binding["metadata"].get("namespace") == where
+    assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role["metadata"]["name"]}
+    account = named(shown, "ServiceAccount")["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "rollouts"}]
+    assert routers(shown)[0]["spec"]["serviceAccountName"] == account
+    assert [m for m in manifests("pd") if "Role" in m["kind"]] == []
 
 
 def test_another_setting_is_another_pod():

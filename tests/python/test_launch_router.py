@@ -229,13 +229,12 @@ def test_the_module_serves_with_warnings_for_what_it_ignores(tmp_path: Path) -> 
     warnings = [line for line in log.splitlines() if " WARN " in line]
     assert len(warnings) == 2, log
     assert "--cache-threshold: ignored: " in warnings[0] + warnings[1]
-    assert "--selector: ignored: " in warnings[0] + warnings[1]
+    assert "selector: without effect: " in warnings[0] + warnings[1]
 
 
 @pytest.mark.parametrize("module", [["r3router.launch_router"], ["r3router", "serve"]])
 def test_what_cannot_be_honoured_stops_the_start_with_every_reason(module: list[str]) -> None:
     args = [
-        "--service-discovery",
         "--history-backend",
         "redis",
         "--redis-url",
@@ -252,7 +251,7 @@ def test_what_cannot_be_honoured_stops_the_start_with_every_reason(module: list[
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
     assert {error.split(": ")[1] for error in errors} == {
-        *("--service-discovery", "--history-backend", "--mcp-config-path", "--control-plane-api-keys", "--policy")
+        *("--history-backend", "--mcp-config-path", "--control-plane-api-keys", "--policy")
     }
     assert "s3cret" not in done.stderr
     assert all(": not supported; " in error for error in errors if not error.startswith("Error: --policy"))

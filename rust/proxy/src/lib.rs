@@ -13,6 +13,7 @@ pub mod clock;
 pub mod context;
 pub mod control;
 pub mod cors;
+pub mod discovery;
 pub mod dispatch;
 pub mod drain;
 pub mod edge;

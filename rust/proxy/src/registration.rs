@@ -333,7 +333,8 @@ fn change(entry: &Arc<Entry>, body: &[u8]) -> Result<Reply, Error> {
     Ok(json_reply(202, &json!({ "status": "accepted", "worker_id": entry.id, "message": "changed" })))
 }
 
-fn remove(app: &App, entry: &Arc<Entry>) {
+/// Takes an engine out of choice at once; requests that run on it go on.
+pub(crate) fn remove(app: &App, entry: &Arc<Entry>) {
     let worker = entry.state().worker;
     app.registry.remove(entry);
     // The keeper does it too; here it is done before the answer.

@@ -18,12 +18,13 @@ use r3router_core::error::{Error, Kind, Source};
 use r3router_core::topology::Role;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use crate::app::App;
 use crate::edge::{Edge, Held, Overdue, Socket};
 use crate::errors::{Reply, bytes_reply, error_reply, not_found};
 use crate::settings::Settings;
-use crate::{info, registration, routes};
+use crate::{discovery, info, registration, routes};
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 4096;
@@ -59,6 +60,7 @@ pub struct Router {
     listener: TcpListener,
     metrics: Option<TcpListener>,
     address: SocketAddr,
+    discovery: Option<JoinHandle<()>>,
 }
 
 impl Router {
@@ -82,7 +84,8 @@ impl Router {
         let address = listener.local_addr().map_err(|e| StartError::Listen(settings.host.clone(), e))?;
         let app = App::new(settings).map_err(StartError::Setting)?;
         register_named(&app).map_err(StartError::Setting)?;
-        Ok(Self { app, listener, metrics, address })
+        let discovery = discovery::start(&app).map_err(StartError::Setting)?;
+        Ok(Self { app, listener, metrics, address, discovery })
     }
 
     /// Where it listens.
@@ -97,7 +100,7 @@ impl Router {
 
     /// Serves until `shutdown` is ready, then drains: not ready at once, no new work, up to the grace period for what runs.
     pub async fn run(self, shutdown: impl Future<Output = ()>) {
-        let Self { app, listener, metrics, address } = self;
+        let Self { app, listener, metrics, address, discovery } = self;
         tracing::info!(%address, pd = app.settings.pd_disaggregation, "listening");
         let (closing, closed) = watch::channel(Closing::No);
         let gate = Arc::clone(&app.gate);
@@ -135,6 +138,9 @@ impl Router {
         let _ = closing.send(Closing::All);
         wait_until(FLUSH, || app.metrics.connections.load(Ordering::Relaxed) == 0).await;
         wait_until(FLUSH, || app.metrics.aborting.load(Ordering::Relaxed) == 0).await;
+        if let Some(discovery) = discovery {
+            discovery.abort();
+        }
         timer.abort();
         sweeping.abort();
         tracing::info!("stopped");

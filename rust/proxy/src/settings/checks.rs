@@ -42,6 +42,28 @@ pub(super) fn contradictions(
             );
         }
     }
+    let selectors =
+        [("selector", &s.selector), ("prefill_selector", &s.prefill_selector), ("decode_selector", &s.decode_selector)];
+    for (name, words) in selectors {
+        if let Some(word) =
+            words.iter().find(|w| w.split_once('=').is_none_or(|(key, value)| key.is_empty() || value.contains('=')))
+        {
+            wrong(name, format!("`{word}` is not KEY=VALUE"), "write each label that pods have as KEY=VALUE");
+        }
+    }
+    if s.service_discovery {
+        let (name, given) = if s.pd_disaggregation {
+            ("prefill_selector", !s.prefill_selector.is_empty() || !s.decode_selector.is_empty())
+        } else {
+            ("selector", !s.selector.is_empty())
+        };
+        if !given {
+            wrong(name, "discovery needs to know which pods are engines".to_owned(), "name their labels, KEY=VALUE");
+        }
+        if s.service_discovery_port == 0 {
+            wrong("service_discovery_port", "0 is no port".to_owned(), "name the port that engines listen on");
+        }
+    }
     if s.retry_max_backoff_ms < s.retry_initial_backoff_ms {
         wrong(
             "retry_max_backoff_ms",
@@ -75,6 +97,13 @@ pub(super) fn contradictions(
             "--delivery-timeout-secs is not above --engine-waiting-timeout-secs; the router ends transfers before the engine can say what is wrong"
                 .to_owned(),
         );
+    }
+    if !s.service_discovery {
+        for (name, words) in selectors {
+            if let (false, Some(origin)) = (words.is_empty(), origins.get(name)) {
+                warnings.push(format!("{origin}: without effect: it is read with --service-discovery only"));
+            }
+        }
     }
     if s.request_timeout_secs < s.queue_timeout_secs && origins.contains_key("queue_timeout_secs") {
         warnings.push(

@@ -54,9 +54,6 @@ const fn ignored(name: &'static str, arity: Arity, default: &'static str, reason
 const PREFIXES: &str =
     "prefixes are kept as hashes of token blocks in a table of fixed size; no text tree grows, balances or is swept";
 const KEYS: &str = "keys are served fairly and in order on the ranks that have room; no table of keys has to be swept";
-const DISCOVERY: &str = "it is read with --service-discovery only, which this release refuses";
-const DISCOVERY_LATER: &str =
-    "discovery in Kubernetes comes with a later release; let engines register with POST /workers, or name them";
 const TLS_LATER: &str = "TLS comes with a later release; put a proxy that ends TLS in front, or use a private network";
 const CONTROL_LATER: &str = "separate keys for the control plane come with a later release; --api-key protects all routes but health and metrics";
 const ENGINES_TOKENISE: &str = "requests pass as they are and the engines tokenise";
@@ -64,7 +61,7 @@ const ENGINES_PARSE: &str = "replies pass as they are and the engines parse; giv
 const NO_HISTORY: &str = "it is read with a database behind --history-backend only, which is refused";
 
 /// See the module's text. In the order of the peer's help.
-pub const PEER_FLAGS: [PeerFlag; 54] = [
+pub const PEER_FLAGS: [PeerFlag; 48] = [
     ignored("cache_threshold", Arity::One, "0.3", PREFIXES),
     ignored("balance_abs_threshold", Arity::One, "64", PREFIXES),
     ignored("balance_rel_threshold", Arity::One, "1.5", PREFIXES),
@@ -85,12 +82,6 @@ pub const PEER_FLAGS: [PeerFlag; 54] = [
     ),
     refused("enable_igw", Arity::Switch, "False", "one router serves one model; start one for each"),
     ignored("mini_lb", Arity::Switch, "False", "r3router itself serves in place of the balancer for debugging"),
-    refused("service_discovery", Arity::Switch, "False", DISCOVERY_LATER),
-    ignored("selector", Arity::Many, "{}", DISCOVERY),
-    ignored("service_discovery_port", Arity::One, "80", DISCOVERY),
-    ignored("service_discovery_namespace", Arity::One, "None", DISCOVERY),
-    ignored("prefill_selector", Arity::Many, "{}", DISCOVERY),
-    ignored("decode_selector", Arity::Many, "{}", DISCOVERY),
     ignored("model_path", Arity::One, "None", ENGINES_TOKENISE),
     ignored("tokenizer_path", Arity::One, "None", ENGINES_TOKENISE),
     ignored(

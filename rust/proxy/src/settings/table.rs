@@ -37,6 +37,26 @@ settings! {
         /// Key sent to engines as `Authorization: Bearer`, when the client's own is not to be passed on.
         worker_api_key: Option<Secret> = None,
     }
+    "Discovery in Kubernetes" => {
+        /// Find engines as pods. The service account needs a role with list and watch of pods.
+        service_discovery: bool = false; peer("False"),
+        /// Labels, each KEY=VALUE, that a pod of an unsplit engine has, all of them.
+        selector: Vec<String> = Vec::new(); peer("{}"),
+        /// Labels of pods of prefill engines. Of a `LeaderWorkerSet` only leaders are engines.
+        prefill_selector: Vec<String> = Vec::new(); peer("{}"),
+        /// Labels of pods of decode engines.
+        decode_selector: Vec<String> = Vec::new(); peer("{}"),
+        /// Port of engines in pods.
+        service_discovery_port: u16 = 80; peer("80"),
+        /// Namespace of the pods; `*` is all of them. Left out, the router's own.
+        service_discovery_namespace: Option<String> = None; peer("None"),
+        /// Annotation of a prefill pod with the port of its bootstrap server; without it, the engine is asked.
+        bootstrap_port_annotation: String = "sglang.ai/bootstrap-port".to_owned(),
+        /// Longest time until a pod that went unseen is out of choice: all pods are listed anew so often.
+        service_discovery_interval_secs: Duration = Duration::from_secs(30); unit(Unit::Secs); range(1.0, 3600.0),
+        /// Folder with the `token`, `ca.crt` and `namespace` of the service account, for one that is mounted elsewhere.
+        service_discovery_account_dir: String = "/var/run/secrets/kubernetes.io/serviceaccount".to_owned(),
+    }
     "Routing" => {
         /// Which rank is preferred among those that have room: `cache_aware` and `prefix_hash` prefer the rank that has the prompt's prefix
         /// cached, the other names the rank with the most room. Routing keys are kept in order and served fairly under each of them.

@@ -155,8 +155,8 @@ fn a_default_that_differs_from_the_peer_is_explained_in_the_help() {
             serde_json::Value::String(text) => text,
             other => other.to_string(),
         };
-        // An empty list is the peer's None or [] alike.
-        let same = ours == peer || (ours == "[]" && peer == "None");
+        // An empty list is the peer's None, [] or {} alike.
+        let same = ours == peer || (ours == "[]" && matches!(peer, "None" | "{}"));
         assert!(same || row.help.contains("sglang-router's default"), "{}: {ours} against {peer}", row.name);
     }
 }
@@ -287,4 +287,21 @@ fn the_flags_page_has_every_flag_of_the_peer_once() {
     let lines: Vec<&str> = page.lines().filter(|l| l.starts_with("| `--")).collect();
     assert_eq!(lines.len(), rows().iter().filter(|r| r.peer.is_some()).count() + PEER_FLAGS.len());
     assert_eq!(lines.len(), 98);
+}
+
+#[test]
+fn discovery_wants_selectors_of_the_mode_and_selectors_want_discovery() {
+    let on = || Sources::default().flag("service_discovery", true);
+    let pd = || on().flag("pd_disaggregation", true);
+    let found = fails(&on().flag("prefill_selector", json!(["app=p"])));
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].contains("discovery needs to know which pods are engines"), "{found:?}");
+    assert!(fails(&pd().flag("selector", json!(["app=p"])))[0].contains("which pods are engines"));
+    let loaded = pd().flag("decode_selector", json!(["app=d", "tier=x"])).load().unwrap();
+    assert_eq!(loaded.settings.decode_selector, ["app=d", "tier=x"]);
+    assert_eq!(loaded.warnings, Vec::<String>::new());
+    let wrong = fails(&on().flag("selector", json!(["app"])));
+    assert_eq!(wrong, ["--selector: `app` is not KEY=VALUE; write each label that pods have as KEY=VALUE"]);
+    let idle = Sources::default().flag("selector", json!(["a=b"])).load().unwrap();
+    assert_eq!(idle.warnings, ["--selector: without effect: it is read with --service-discovery only"]);
 }

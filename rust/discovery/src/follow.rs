@@ -1,0 +1,80 @@
+//! Keeps a plan up to date: LIST at the start, after every break and at an interval, WATCH between.
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+
+use crate::api::{Access, ApiError, Event, Scope};
+use crate::plan::{Change, Plan};
+use crate::select::Wanted;
+
+/// Shortest pause between two lists, so that a watch that breaks at once does not load the API server.
+const LEAST: Duration = Duration::from_millis(200);
+/// Longest pause after failures.
+const MOST: Duration = Duration::from_secs(10);
+
+/// Follows the pods for ever; drop the future to end. `apply` gets what changes, in order. While the API server does not answer, nothing
+/// changes: that it is down does not mean that engines are.
+pub async fn follow(
+    access: Access,
+    namespace: Option<String>,
+    wanted: Wanted,
+    interval: Duration,
+    mut apply: impl FnMut(Vec<Change>),
+) {
+    let scope = Scope { namespace, labels: wanted.query() };
+    let mut plan = Plan::new(wanted);
+    let mut tell = |changes: Vec<Change>| {
+        if !changes.is_empty() {
+            apply(changes);
+        }
+    };
+    let mut failures = 0u32;
+    loop {
+        let began = Instant::now();
+        match access.list(&scope).await {
+            Ok(listed) => {
+                failures = 0;
+                tell(plan.list(&listed.pods));
+                drop(listed.pods);
+                let until = began + interval;
+                // A watch may be silent and broken at once, and nobody tells; at `until` it is dropped.
+                let broken =
+                    timeout_at(until, watch(&access, &scope, &listed.version, interval, &mut plan, &mut tell)).await;
+                if let Ok(Err(error)) = broken {
+                    tracing::debug!(%error, "the watch of pods ended");
+                }
+                sleep_until(began + LEAST.min(interval)).await;
+            }
+            Err(error) => {
+                let pause = (LEAST * 2u32.pow(failures.min(10))).min(MOST).min(interval.max(LEAST));
+                failures += 1;
+                let advice = match &error {
+                    ApiError::Refused(403, _) => "the service account needs a role with list and watch of pods",
+                    ApiError::Refused(401, _) => "the token of the service account is not taken",
+                    _ => "engines that are known stay",
+                };
+                tracing::warn!(%error, advice, failures, "pods cannot be listed");
+                sleep(pause).await;
+            }
+        }
+    }
+}
+
+async fn watch(
+    access: &Access,
+    scope: &Scope,
+    version: &str,
+    interval: Duration,
+    plan: &mut Plan,
+    tell: &mut impl FnMut(Vec<Change>),
+) -> Result<(), ApiError> {
+    let mut watch = access.watch(scope, version, interval.as_secs() + 5).await?;
+    while let Some(event) = watch.next().await? {
+        match event {
+            Event::Changed(pod) => tell(plan.changed(&pod)),
+            Event::Deleted(pod) => tell(plan.deleted(&pod)),
+            Event::Bookmark => {}
+        }
+    }
+    Ok(())
+}
