@@ -38,15 +38,23 @@ class Part:
     layers: tuple[int, int]
     dtype: str
     span: tuple[int, int] | None
-    """Bytes of the rows, when they can be sent as they lie in the file."""
+    """Bytes of the object's rows, when they can be sent as they lie in the file."""
+    cut: tuple[int, int]
+    """Bytes of what the rest selects: all of them, or those of `Range`."""
     partial: bool
     """Asked for with `Range`."""
     shape: tuple[int, int, int]
-    nbytes: int
+    selected: int
+    """Bytes of what the rest selects, whatever `Range` takes of them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are sent."""
+        return self.cut[1] - self.cut[0]
 
     @classmethod
     def parse(cls, header: Header, query: Mapping[str, str], range_header: str | None) -> Part:
-        """Reads `?rows=a:b`, `?layers=a:b`, `?dtype=` and `Range: bytes=…`; `Range` excludes the others.
+        """Reads `?rows=a:b`, `?layers=a:b`, `?dtype=` and `Range: bytes=…`, which counts bytes of what the others select.
 
         Raises:
             BadRange: see there.
@@ -60,24 +68,24 @@ class Part:
         if dtype not in DTYPES or DTYPES[dtype] < DTYPES[header.dtype]:
             raise BadRange(f"dtype={dtype}: these rows are {header.dtype} and can be had as that or wider")
         shape = (rows[1] - rows[0], layers[1] - layers[0], header.top_k)
-        nbytes = shape[0] * shape[1] * shape[2] * DTYPES[dtype]
-        if range_header is not None:
-            if query:
-                raise BadRange("Range excludes rows, layers and dtype")
-            span = _bytes(range_header, header.nbytes)
-            return cls(rows, layers, dtype, span, True, shape, span[1] - span[0])
+        selected = shape[0] * shape[1] * shape[2] * DTYPES[dtype]
+        cut = (0, selected) if range_header is None else _bytes(range_header, selected)
         plain = dtype == header.dtype and layers == (0, header.layers)
-        raw = (rows[0] * header.row_bytes, rows[1] * header.row_bytes) if plain else None
-        return cls(rows, layers, dtype, raw, False, shape, nbytes)
+        before = rows[0] * header.row_bytes
+        span = (before + cut[0], before + cut[1]) if plain else None
+        return cls(rows, layers, dtype, span, cut, range_header is not None, shape, selected)
 
     def tiles(self, path: Path) -> Iterator[bytes]:
         """The bytes of a part that is not sent as it lies; about 1 MiB at a time."""
         _, rows = open_rows(path)
-        step = max(1, _TILE_BYTES // max(1, self.shape[1] * self.shape[2] * DTYPES[self.dtype]))
+        row = max(1, self.shape[1] * self.shape[2] * DTYPES[self.dtype])
+        step = max(1, _TILE_BYTES // row)
         wanted: np.dtype[Any] = numpy_dtype(self.dtype)
-        for a in range(self.rows[0], self.rows[1], step):
-            tile = rows[a : min(a + step, self.rows[1]), self.layers[0] : self.layers[1]]
-            yield tile.astype(wanted).tobytes()
+        first, end = self.cut[0] // row, -(-self.cut[1] // row)
+        for a in range(first, end, step):
+            b = min(a + step, end)
+            tile = rows[self.rows[0] + a : self.rows[0] + b, self.layers[0] : self.layers[1]]
+            yield tile.astype(wanted).tobytes()[max(0, self.cut[0] - a * row) : self.cut[1] - a * row]
 
     def offset(self) -> int:
         """Where `span` begins in the file."""

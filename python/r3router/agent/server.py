@@ -86,7 +86,7 @@ class Agent:
         name = request.match_info["id"]
         entry = await self._find(name)
         try:
-            part = Part.parse(entry.header, request.query, request.headers.get("range"))
+            part = Part.parse(entry.header, _query(request), request.headers.get("range"))
         except BadRange as error:
             raise self._error(416, str(error)) from error
         if self.busy >= self.options.connections:
@@ -119,7 +119,7 @@ class Agent:
         self._allow(request)
         entry = await self._find(request.match_info["id"])
         try:
-            part = Part.parse(entry.header, request.query, None)
+            part = Part.parse(entry.header, _query(request), None)
         except BadRange as error:
             raise self._error(416, str(error)) from error
         if part.span is None:
@@ -205,8 +205,8 @@ class Agent:
         if not part.partial and part.dtype == header.dtype and part.shape == (header.rows, header.layers, header.top_k):
             headers["x-r3-crc32"] = str(header.crc32)
         status = 206 if part.partial else 200
-        if part.partial and part.span:
-            headers["content-range"] = f"bytes {part.span[0]}-{part.span[1] - 1}/{header.nbytes}"
+        if part.partial:
+            headers["content-range"] = f"bytes {part.cut[0]}-{part.cut[1] - 1}/{part.selected}"
         response = web.StreamResponse(status=status, headers=headers)
         try:
             file = entry.path.open("rb")
@@ -270,6 +270,18 @@ class Agent:
             for fd in (1, 2):
                 os.dup2(null, fd)
             os.close(null)
+
+
+def _query(request: web.Request) -> dict[str, str]:
+    """The parameters of a request.
+
+    Raises:
+        BadRange: one is said twice; neither is to be preferred in silence.
+    """
+    twice = [name for name in request.query if len(request.query.getall(name)) > 1]
+    if twice:
+        raise BadRange(f"{twice[0]} is said twice")
+    return dict(request.query)
 
 
 def build(options: Options) -> Agent:

@@ -57,7 +57,7 @@ async def fetch_segment(
     skip, odd = divmod(segment.skip_bytes(), row)
     if odd:
         raise FormatError(f"{segment.uri}: byte {segment.offset} is no row's first")
-    url = segment.url(base)
+    url = segment.object_url(base)
     whole = (first, end) == (0, segment.rows)
     into = out.reshape(-1).view(np.uint8).data
     at = crc = 0

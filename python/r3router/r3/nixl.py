@@ -71,7 +71,7 @@ class NixlReader:
         return out
 
     async def _segment(self, segment: Segment, a: int, b: int, out: NDArray[Any]) -> None:
-        url = segment.url(self._base)
+        url = segment.object_url(self._base)
         where, _, name = url.rpartition("/")
         where = self._agent_url or where.removesuffix("/r3")
         row = out.itemsize * int(np.prod(out.shape[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ class Segment:
     """Rows that lie together in one object of a router or an agent."""
 
     uri: str
+    """Serves the rows of this segment and no others: for a part of an object it ends with `?rows=a:b`, rows of the object."""
     offset: int
-    """Byte of the first row of this segment: in the file when there is one, else in what the address serves."""
+    """Byte of the first row of this segment in the object's file."""
     pos: int
     """Position of the first row in the sequence."""
     rows: int
@@ -31,10 +33,28 @@ class Segment:
     host: str | None = None
 
     def url(self, base: str) -> str:
-        """Where HTTP finds it. `base` is the router's address, for addresses without a host."""
+        """Where HTTP finds these rows. `base` is the router's address, for addresses without a host."""
         if self.uri.startswith("r3://"):
             return "http://" + self.uri.removeprefix("r3://")
         return urljoin(base, self.uri)
+
+    def object_url(self, base: str) -> str:
+        """Where HTTP finds the whole object: to release it, or to ask for other rows than `url` names."""
+        return self.url(base).partition("?")[0]
+
+    def part(self) -> tuple[int, int] | None:
+        """The rows of the object that `uri` names; `None` when it names none, and so the whole object.
+
+        Raises:
+            FormatError: the address has a query that is not `rows=a:b`: what it serves is not known.
+        """
+        query = self.uri.partition("?")[2]
+        if not query:
+            return None
+        found = re.fullmatch(r"rows=(\d+):(\d+)", query)
+        if found is None:
+            raise FormatError(f"{self.uri}: a segment's address has ?rows=a:b or no query")
+        return int(found[1]), int(found[2])
 
     def skip_bytes(self) -> int:
         """Bytes of the object's rows before this segment."""
@@ -68,7 +88,12 @@ class Reference:
     @property
     def nbytes(self) -> int:
         """Bytes of the rows in their narrow form."""
-        return self.shape[0] * self.shape[1] * self.shape[2] * numpy_dtype(self.dtype).itemsize
+        return self.shape[0] * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in its narrow form."""
+        return self.shape[1] * self.shape[2] * numpy_dtype(self.dtype).itemsize
 
     def cut(self, first: int, end: int) -> list[tuple[Segment, int, int, int]]:
         """The parts that hold rows `first..end`, counted from the reference's first row.
@@ -144,6 +169,12 @@ class Reference:
                 raise FormatError(f"segment {segment.uri} begins at {segment.pos} where {at} was expected ({segment.rows} rows)")
             if numpy_dtype(segment.dtype).itemsize > widest:
                 raise FormatError(f"segment {segment.uri} is {segment.dtype}, wider than the payload's {self.dtype}")
+            part = segment.part()
+            if part is not None:
+                # The two ways to these rows must not lead to different ones.
+                first = HEADER_BYTES + part[0] * layers * top_k * numpy_dtype(segment.dtype).itemsize
+                if part[1] - part[0] != segment.rows or segment.offset != first:
+                    raise FormatError(f"segment {segment.uri} has {segment.rows} rows from byte {segment.offset}, its address names others")
             at += segment.rows
         if at - self.start != rows:
             raise FormatError(f"the segments have {at - self.start} rows, the payload {rows}")

@@ -101,7 +101,13 @@ impl View {
     fn parse(meta: &Meta, query: Option<&str>, range: Option<&HeaderValue>) -> Result<Self, Error> {
         let mut view =
             Self { rows: (0, meta.rows), layers: (0, meta.layers), dtype: meta.dtype, bytes: None, length: 0 };
-        for (name, value) in query.unwrap_or_default().split('&').filter_map(|pair| pair.split_once('=')) {
+        let pairs = || query.unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
+        for (at, (name, value)) in pairs().enumerate() {
+            // The address in a reference may have `rows` already: neither of two is to be preferred in silence.
+            if matches!(name, "rows" | "layers" | "dtype") && pairs().take(at).any(|(earlier, _)| earlier == name) {
+                return Err(Error::new(Kind::InvalidField, Source::Client, format!("{name} is said twice"))
+                    .advise("replace the one in the address by a part of it"));
+            }
             match name {
                 "rows" => view.rows = span(name, value, meta.rows)?,
                 "layers" => {
@@ -297,6 +303,7 @@ mod tests {
             ("rows=3", Kind::InvalidField),
             ("dtype=uint16", Kind::InvalidField),
             ("dtype=float", Kind::InvalidField),
+            ("rows=0:2&rows=0:2", Kind::InvalidField),
         ] {
             assert_eq!(of(bad).unwrap_err().kind, kind, "{bad}");
         }

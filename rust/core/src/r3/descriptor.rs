@@ -103,9 +103,13 @@ impl Descriptor {
         if shape_rows != u64::from(rows) {
             return Err(mismatch("rows and shape disagree").with_limit(f64::from(rows), shape_rows as f64));
         }
+        let offset = fields.offset.ok_or_else(missing)?;
+        if offset < ROWS_AT {
+            return Err(mismatch("the offset lies in the file's header").with_limit(ROWS_AT as f64, offset as f64));
+        }
         Ok(Self {
             uri: fields.uri.ok_or_else(missing)?,
-            offset: fields.offset.ok_or_else(missing)?,
+            offset,
             pos: fields.pos.ok_or_else(missing)?,
             rows,
             dtype: fields.dtype.ok_or_else(missing)?,
@@ -255,6 +259,7 @@ mod tests {
             good.replace(",40,8]", ",40]"),
             good.replace(",40,8]", ",40,8,1]"),
             good.replace("\"pos\":3", "\"pos\":-3"),
+            good.replace("\"offset\":4096", "\"offset\":255"),
             good.replace("\"crc32\":305419896", "\"crc32\":4294967296"),
             good.replace("\"uri\":", "\"url\":"),
             good.trim_end_matches('}').to_owned(),

@@ -40,7 +40,6 @@ impl Http {
         &mut self,
         method: Method,
         uri: &Uri,
-        range: Option<&str>,
         body: Vec<u8>,
     ) -> Result<Response<Incoming>, String> {
         let authority = uri.authority().ok_or_else(|| format!("{uri} has no host"))?.as_str().to_owned();
@@ -53,15 +52,13 @@ impl Http {
                 Some(sender) => sender,
                 None => connect(&authority).await?,
             };
-            let mut request = Request::builder()
+            let request = Request::builder()
                 .method(method.clone())
                 .uri(path)
                 .header(header::HOST, &authority)
-                .header(header::CONTENT_TYPE, "application/json");
-            if let Some(range) = range {
-                request = request.header(header::RANGE, range);
-            }
-            let request = request.body(Full::new(body.clone())).map_err(|e| e.to_string())?;
+                .header(header::CONTENT_TYPE, "application/json")
+                .body(Full::new(body.clone()))
+                .map_err(|e| e.to_string())?;
             if sender.ready().await.is_err() && was_kept {
                 continue;
             }
@@ -118,7 +115,7 @@ pub async fn warm(url: &str, options: &RolloutOptions, port: u16, room: u64, fam
     let pair = format!(r#","bootstrap_host":"127.0.0.1","bootstrap_port":{port},"bootstrap_room":{room}}}"#);
     body.extend_from_slice(pair.as_bytes());
     let mut http = Http::default();
-    let response = http.call(Method::POST, &uri, None, body).await?;
+    let response = http.call(Method::POST, &uri, body).await?;
     let status = response.status().as_u16();
     let text = response.collect().await.map_err(|e| e.to_string())?.to_bytes();
     if status == 200 { Ok(()) } else { Err(format!("warming {url}: {status} {}", excerpt(&text))) }
@@ -247,7 +244,7 @@ fn count(shared: &Shared, ended: Ended, began: Instant, rows: Rows) {
 }
 
 async fn rollout(shared: &Shared, http: &mut Http, body: Vec<u8>, rows: Rows) -> Result<Ended, String> {
-    let mut response = http.call(Method::POST, &shared.uri, None, body).await?;
+    let mut response = http.call(Method::POST, &shared.uri, body).await?;
     let status = response.status().as_u16();
     let mut scan = ReplyScan::new(TextCheck::new(shared.pattern.clone(), rows));
     while let Some(frame) = response.frame().await {

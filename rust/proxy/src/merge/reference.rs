@@ -84,10 +84,28 @@ struct Segment {
 
 impl Segment {
     /// `rows` rows of an engine's object from its row `skip` on. The checksum is of all rows of it; a part of it has none.
-    fn of(d: &Descriptor, skip: u64, rows: u64, pos: u64) -> Self {
+    /// The address of a part says which rows it is, so that whoever GETs it, and knows nothing of `offset`, has these rows and no others.
+    ///
+    /// # Errors
+    /// `R3Mismatch` when the descriptor's rows begin inside a row of its object: no address can name them.
+    fn of(d: &Descriptor, source: Source, skip: u64, rows: u64, pos: u64) -> Result<Self, Error> {
         let row = u64::from(d.layers) * u64::from(d.top_k) * d.dtype.size() as u64;
-        Self {
-            uri: d.uri.clone(),
+        let before = d.offset.saturating_sub(ROWS_AT);
+        if row == 0 || !before.is_multiple_of(row) {
+            let message =
+                format!("the R3 descriptor's rows begin at byte {before} of its object, which is no row's first");
+            return Err(Error::new(Kind::R3Mismatch, source, message).with_limit(row as f64, before as f64));
+        }
+        let first = before / row + skip;
+        // An object whose first rows are another payload's may have others behind these too.
+        let whole = first == 0 && rows == u64::from(d.rows);
+        let uri = if whole {
+            d.uri.clone()
+        } else {
+            format!("{}{}rows={first}:{}", d.uri, if d.uri.contains('?') { '&' } else { '?' }, first + rows)
+        };
+        Ok(Self {
+            uri,
             path: d.path.clone(),
             host: d.host.clone(),
             offset: d.offset + skip * row,
@@ -95,7 +113,7 @@ impl Segment {
             rows,
             dtype: d.dtype,
             crc32: d.crc32.filter(|_| rows == u64::from(d.rows)),
-        }
+        })
     }
 }
 
@@ -246,10 +264,10 @@ pub(super) fn refer(
     if let Some(p) = &p
         && cut.prefill_rows > 0
     {
-        out.add(p, (cut.prefill_skip, cut.prefill_rows), start)?;
+        out.add(p, Source::Prefill, (cut.prefill_skip, cut.prefill_rows), start)?;
     }
     if let Some(d) = &d {
-        out.add(d, (cut.decode_skip, cut.decode_rows), start + cut.prefill_rows)?;
+        out.add(d, Source::Decode, (cut.decode_skip, cut.decode_rows), start + cut.prefill_rows)?;
     }
     let dtype = out.segments.iter().map(|s| s.dtype).max().unwrap_or(wire);
     let member = out.write(&cut, dtype);
@@ -267,10 +285,10 @@ struct Envelope<'a> {
 }
 
 impl Envelope<'_> {
-    fn add(&mut self, leg: &Leg<'_>, (skip, rows): (u64, u64), pos: u64) -> Result<(), Error> {
+    fn add(&mut self, leg: &Leg<'_>, source: Source, (skip, rows): (u64, u64), pos: u64) -> Result<(), Error> {
         let (payload, held) = match leg {
             Leg::There(d) => {
-                self.segments.push(Segment::of(d, skip, rows, pos));
+                self.segments.push(Segment::of(d, source, skip, rows, pos).map_err(|e| at(self.plan, e))?);
                 return Ok(());
             }
             Leg::Here(payload, rows) => (payload, rows),
@@ -396,8 +414,36 @@ impl std::fmt::Display for Json<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Shape, weights};
+    use super::{Segment, Shape, weights};
+    use r3router_core::error::{Kind, Source};
     use r3router_core::r3::Dtype;
+    use r3router_core::r3::descriptor::Descriptor;
+
+    #[test]
+    fn the_address_of_a_part_says_which_rows_it_is() {
+        let of = |offset, rows, skip, wanted| {
+            let d = Descriptor {
+                uri: "r3://h:1/ab".into(),
+                offset,
+                pos: 0,
+                rows,
+                dtype: Dtype::U16,
+                layers: 3,
+                top_k: 2,
+                crc32: Some(5),
+                path: None,
+                host: None,
+            };
+            Segment::of(&d, Source::Decode, skip, wanted, skip).map(|s| (s.uri, s.offset, s.crc32)).map_err(|e| e.kind)
+        };
+        assert_eq!(of(256, 9, 0, 9), Ok(("r3://h:1/ab".into(), 256, Some(5))));
+        assert_eq!(of(256, 9, 4, 5), Ok(("r3://h:1/ab?rows=4:9".into(), 256 + 4 * 12, None)));
+        assert_eq!(of(256, 9, 0, 8), Ok(("r3://h:1/ab?rows=0:8".into(), 256, None)));
+        // Rows of one object that several payloads share.
+        assert_eq!(of(256 + 24, 9, 0, 9), Ok(("r3://h:1/ab?rows=2:11".into(), 280, Some(5))));
+        assert_eq!(of(256 + 24, 9, 4, 5), Ok(("r3://h:1/ab?rows=6:11".into(), 280 + 48, None)));
+        assert_eq!(of(256 + 5, 9, 0, 9), Err(Kind::R3Mismatch));
+    }
 
     #[test]
     fn a_row_is_cut_into_layers_by_what_is_set_and_fits() {

@@ -261,7 +261,7 @@ async fn a_stream_ends_with_the_reference_when_the_rows_stay_on_the_engines() {
     let descriptor = |uri: &str, pos, rows| {
         Descriptor {
             uri: uri.into(),
-            offset: 0,
+            offset: 256,
             pos,
             rows,
             dtype: Dtype::U8,
@@ -282,7 +282,7 @@ async fn a_stream_ends_with_the_reference_when_the_rows_stay_on_the_engines() {
         for chunk in [1, 40, 4096] {
             let out = stream(&prefill, &stream_of(&descriptor("r3://d/2", 5, 2)), &plan, chunk).await;
             let segment = |uri: &str, pos, rows| {
-                format!(r#"{{"uri":"{uri}","offset":0,"pos":{pos},"rows":{rows},"dtype":"uint8","crc32":9}}"#)
+                format!(r#"{{"uri":"{uri}","offset":256,"pos":{pos},"rows":{rows},"dtype":"uint8","crc32":9}}"#)
             };
             let envelope = format!(
                 r#""output_store_ref":{{"handle":{{"type":"r3router","v":1,"segments":[{},{}],"expires_s":600}},"fields":{{"routed_experts":{{"dtype":"uint8","shape":[7,2,2]}}}}}}"#,
