@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,67 @@ async def test_a_segment_may_be_a_part_of_its_object(router: ScriptedRouter, cli
     router.script = [reply(70, 11, output_store_ref=envelope([segment], (60, *ROW)))]
     got = await client.generate()
     assert np.array_equal(got.routed_experts, rows[20:])
+
+
+async def test_the_address_of_a_part_serves_its_rows_and_no_others(router: ScriptedRouter, client: Client) -> None:
+    rows = expert_rows(2, 80)
+    segment = router.put("cc" * 16, rows) | {"offset": 256 + 20 * LAYERS * TOP_K, "rows": 50, "pos": 20, "crc32": None}
+    segment["uri"] += "?rows=20:70"
+    router.script = [reply(70, 11, output_store_ref=envelope([segment], (50, *ROW)))]
+    async with await client.generate(load=False) as got:
+        assert np.array_equal(await got.read_rows(), rows[20:70])
+        assert np.array_equal(await got.read_rows(7, 9), rows[27:29])
+        async with client.session.get(segment["uri"]) as naive:
+            assert await naive.read() == rows[20:70].astype(np.uint8).tobytes()
+    assert router.deleted == ["cc" * 16], "the object is released, whatever part was named"
+    for change in (
+        {"uri": segment["uri"].replace("20:70", "19:69")},
+        {"rows": 49},
+        {"offset": 256},
+        {"uri": segment["uri"] + "&layers=0:1"},
+    ):
+        router.script = [reply(70, 11, output_store_ref=envelope([segment | change], ((segment | change)["rows"], *ROW)))]
+        with pytest.raises(FormatError, match=r"names others|\?rows=a:b or no query"):
+            await client.generate()
+
+
+def mappings(store: StoreDir) -> list[str]:
+    """What this process has mapped of a directory."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(store.path) in line]
+
+
+def files(store: StoreDir) -> dict[str, bytes]:
+    """The files of a directory."""
+    return {path.name: path.read_bytes() for path in store.path.glob("*.r3")}
+
+
+@pytest.mark.parametrize("layout", ["prompt here", "output here", "both here", "middle"])
+async def test_the_largest_part_of_joined_rows_stays_in_its_file(
+    router: ScriptedRouter, client: Client, store: StoreDir, layout: str
+) -> None:
+    rows = expert_rows(4, 300_000)
+    cuts = {"prompt here": (0, 290_001), "output here": (0, 11), "both here": (0, 140_000), "middle": (0, 17, 299_990)}[layout]
+    segments = []
+    for number, (a, b) in enumerate(zip(cuts, (*cuts[1:], len(rows)), strict=True)):
+        segment = router.put(f"{number:032x}", rows[a:b], pos=a)
+        here = layout == "both here" or b - a > len(rows) / 2
+        if here:
+            # An object that begins with rows of its own before the segment's.
+            path = put(store, np.concatenate([np.full((number, *ROW), 9, np.int32), rows[a:b]]))
+            segment |= {"path": str(path), "offset": 256 + number * LAYERS * TOP_K, "crc32": None}
+        segments.append(segment)
+    router.script = [reply(299_000, 1001, output_store_ref=envelope(segments, rows.shape))]
+    got = await client.generate(keep=True)
+    assert np.array_equal(got.routed_experts, rows)
+    assert got.routed_experts.dtype == np.uint8
+    mapped = mappings(store)
+    assert len(mapped) == 1 and "rw-p" in mapped[0], "the larger file is mapped, and the other was copied"
+    before = files(store)
+    got.routed_experts[...] = 1
+    assert files(store) == before, "writing changes no file"
+    part = await client.generate(load=False)
+    assert np.array_equal(await part.read_rows(5, 299_995), rows[5:299_995])
+    await part.release()
 
 
 async def test_rows_of_another_position_are_refused(router: ScriptedRouter, client: Client) -> None:
