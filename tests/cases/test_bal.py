@@ -38,6 +38,7 @@ async def test_bal_1_four_hundred_cancelled_calls_leave_no_load_behind(lab: Lab)
             break
         await asyncio.sleep(0.05)
     assert await active()
+    await router.sees_idle_engines()
 
     fleet.p.prefill_s = 0.05
     for engine in fleet.engines:

@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -624,7 +625,7 @@ class Engine:
         if self.edit_loads:
             entries = self.edit_loads(entries)
         return {
-            "timestamp": "2026-09-30T12:00:00+00:00",
+            "timestamp": datetime.now(timezone.utc).isoformat(),
             "version": "0.5.23",
             "accelerator": "fake",
             "num_accelerators": 1,

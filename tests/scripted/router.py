@@ -147,6 +147,15 @@ class Router:
             assert asyncio.get_running_loop().time() < end, f"gauges are not back at 0: {left}"
             await asyncio.sleep(0.05)
 
+    async def sees_idle_engines(self) -> None:
+        """The engines' reports show nothing that is not the router's own. Three reports after the engines have freed what was aborted:
+        until then the router counts it as theirs."""
+        end = asyncio.get_running_loop().time() + SETTLE_TIMEOUT_S
+        assert (await self.metrics()).types.get("r3router_rank_foreign") == "gauge"
+        while foreign := (await self.metrics()).sum("r3router_rank_foreign"):
+            assert asyncio.get_running_loop().time() < end, f"{foreign:g} requests of idle engines are still counted"
+            await asyncio.sleep(0.02)
+
     async def stop(self, how: int = signal.SIGTERM) -> int | None:
         """Stops it by its PID; killed when it does not end in time."""
         self.client.close()

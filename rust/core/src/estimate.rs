@@ -93,7 +93,7 @@ const PATIENCE: f64 = 4.0;
 impl Rate {
     /// Counts `amount` at `now`.
     pub fn add(&mut self, amount: f64, now: Moment) {
-        if self.events == 0 && !self.known && self.sum == 0.0 && self.since == Moment::ZERO {
+        if self.events == 0 && !self.known {
             self.since = now;
         }
         self.sum += amount;
@@ -103,8 +103,8 @@ impl Rate {
     /// Reads the running bucket when it is old and full enough, and says whether it was. `limited`: the source was what
     /// held the flow back.
     pub fn roll(&mut self, now: Moment, span: f64, limited: bool) -> bool {
-        if self.since == Moment::ZERO {
-            self.since = now;
+        // The first bucket begins with its first event: the time before it says nothing about the source.
+        if !self.known && self.events == 0 {
             return false;
         }
         let dt = now.since(self.since).as_secs_f64();
@@ -113,10 +113,8 @@ impl Rate {
         }
         let sample = self.sum / dt.max(1e-9);
         if !self.known {
-            if self.events > 0 {
-                self.value = sample;
-                self.known = true;
-            }
+            self.value = sample;
+            self.known = true;
         } else if sample > self.value {
             self.value += 0.5 * (sample - self.value);
         } else if limited {
@@ -183,6 +181,25 @@ mod tests {
             r.roll(now, 1.0, true);
         }
         assert!(r.get().unwrap() < 0.1);
+    }
+
+    #[test]
+    fn the_first_bucket_begins_with_its_first_event() {
+        let mut r = Rate::default();
+        let mut now = Moment::from_secs_f64(1.0);
+        // A minute of ticks without anything to do, as when a router waits for its first request.
+        for _ in 0..3000 {
+            now = now + std::time::Duration::from_millis(20);
+            assert!(!r.roll(now, 0.25, false));
+        }
+        // 64 a second from the middle of what would be a bucket.
+        for _ in 0..32 {
+            now = now + std::time::Duration::from_micros(15_625);
+            r.add(1.0, now);
+            r.roll(now, 0.25, false);
+        }
+        let rate = r.get().unwrap();
+        assert!((60.0..72.0).contains(&rate), "{rate}");
     }
 
     proptest! {
