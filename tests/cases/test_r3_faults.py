@@ -7,14 +7,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from r3router.client import Client as OurClient
 from r3router.r3.store import SHM
@@ -33,14 +32,6 @@ IDS = [1, 2, 3, 4, 5]
 ASKED = {"return_routed_experts": True, "sampling_params": {"max_new_tokens": 3}}
 REF = [("x-r3-transport", "ref")]
 MODEL = R3Model(LAYERS, TOP_K)
-
-
-@pytest_asyncio.fixture
-async def host() -> AsyncIterator[Host]:
-    made = await Host().start()
-    yield made
-    await made.stop()
-    assert not made.problems
 
 
 def plugged(host: Host) -> R3Model:

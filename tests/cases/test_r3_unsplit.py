@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from scripted.calls import CHAT, COMPLETION, until
 from scripted.client import events
@@ -42,14 +40,6 @@ def truth(leg: Leg) -> str:
     """The rows of a leg as the engine would send them in-line."""
     assert leg.r3_sent is not None
     return to_text(leg.r3_sent)
-
-
-@pytest_asyncio.fixture
-async def host() -> AsyncIterator[Host]:
-    made = await Host().start()
-    yield made
-    await made.stop()
-    assert not made.problems
 
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {

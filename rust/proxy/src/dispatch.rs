@@ -183,6 +183,8 @@ fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
     plan.hide_usage = include_usage;
     plan.prefill = prefill.name(prefill_rank);
     plan.decode = decode.name(decode_rank);
+    // The head of a stream comes long before its end.
+    plan.due = (plan.routed_experts && !plan.by_ref && !facts.stream).then(Arc::default);
     Legs { prefill: Some(call(prefill, pieces(&for_prefill))), decode: call(decode, pieces(&for_decode)), plan }
 }
 
@@ -258,6 +260,9 @@ pub async fn start(shared: &Arc<Shared>, sub: &Owner, mode: Mode, mut grant: Gra
         decode.as_mut().poll(cx)
     })
     .await?;
+    if let Some(due) = &plan.due {
+        due.tell();
+    }
     sub.delivered();
     // Descriptors are small. A large in-line reply of one engine passes as it is.
     merged &= !regular || plan.by_ref || decode.content_length().is_none_or(|n| n <= WHOLE as u64);

@@ -17,11 +17,14 @@ mod weave;
 
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::Body;
 use r3router_core::error::Error;
 use r3router_core::wire::{Facts, Route};
+use tokio::sync::Notify;
 
 use crate::agents::Agents;
 use crate::store::Arena;
@@ -63,6 +66,8 @@ pub struct Plan {
     pub hide_usage: bool,
     /// How prefill's rows wait for decode's reply.
     pub hold: Hold,
+    /// Told once decode's whole reply has begun to come: rows that have not begun to come by then are held as [`Hold::Text`].
+    pub due: Option<Arc<Due>>,
     /// URL of the prefill worker with its rank, for errors.
     pub prefill: Arc<str>,
     /// URL of the decode worker with its rank, for errors.
@@ -78,6 +83,27 @@ pub enum Hold {
     /// As the text that came, no decoding: for a decode reply that is due within a moment. The text counts against the arena;
     /// when it does not fit, the rows are held narrow after all.
     Text,
+}
+
+/// Whether decode's whole reply has begun to come.
+#[derive(Debug, Default)]
+pub struct Due {
+    begun: AtomicBool,
+    told: Notify,
+}
+
+impl Due {
+    /// Decode's reply has begun.
+    pub fn tell(&self) {
+        self.begun.store(true, Ordering::Release);
+        self.told.notify_one();
+    }
+
+    /// Waits up to `limit`; says whether decode's reply has begun.
+    async fn within(&self, limit: Duration) -> bool {
+        let _late = tokio::time::timeout(limit, self.told.notified()).await;
+        self.begun.load(Ordering::Acquire)
+    }
 }
 
 impl Plan {
@@ -98,6 +124,7 @@ impl Plan {
             row_items: None,
             hide_usage: false,
             hold: Hold::Narrow,
+            due: None,
             prefill: Arc::from(""),
             decode: Arc::from(""),
         }
@@ -120,6 +147,7 @@ impl Plan {
             row_items: None,
             hide_usage: false,
             hold: Hold::Narrow,
+            due: None,
             prefill: Arc::from(""),
             decode: Arc::from(""),
         }

@@ -1,5 +1,6 @@
 //! Prefill's reply: what of it the merge needs, and nothing else.
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::Body;
@@ -12,6 +13,11 @@ use super::place::{Place, payload};
 use super::read::next;
 use super::{Hold, Plan};
 use crate::store::Draft;
+
+/// Less text than this is not worth a moment's wait.
+const LARGE_TEXT: u64 = 1 << 20;
+/// How long large rows wait for a sign of decode's reply.
+const MOMENT: Duration = Duration::from_millis(10);
 
 /// What prefill's reply gives to the merge. Dropping it gives its arena bytes back.
 #[derive(Debug, Default)]
@@ -59,7 +65,7 @@ where
             let left = content_length.map_or(0, |len| len.saturating_sub(intake.bytes));
             let hint = usize::try_from(left / 4 * 3 / 4).unwrap_or(0);
             // A text that does not fit is decoded after all.
-            let text = (plan.hold == Hold::Text && left > 0).then(|| arena.charge(left).ok()).flatten();
+            let text = if holds_text(plan, left).await { arena.charge_spare(left).ok() } else { None };
             let held = text.map_or_else(|| draft(plan, name), |charge| Ok(As::Text(charge)))?;
             intake.begin(name, Begin { hint, ..Begin::default() }, held);
         }
@@ -67,6 +73,16 @@ where
     let mut part = finish(intake, plan)?;
     pull(&mut part.payloads, plan, Source::Prefill, arena).await?;
     Ok(part)
+}
+
+/// Whether rows in the `left` bytes of a reply wait as text: where decode's reply is there already, as with one token of output, or
+/// comes within a moment.
+async fn holds_text(plan: &Plan, left: u64) -> bool {
+    match &plan.due {
+        _ if plan.by_ref || left == 0 => false,
+        Some(due) if left >= LARGE_TEXT => due.within(MOMENT).await,
+        _ => plan.hold == Hold::Text,
+    }
 }
 
 /// Rows that become an object go straight into its file, where their dtype is known before they come.

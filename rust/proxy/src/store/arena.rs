@@ -58,10 +58,22 @@ impl Arena {
     /// # Errors
     /// `R3ArenaTooSmall` with the cap and what would be held. It is worth a retry unless `bytes` alone are over the cap.
     pub fn charge(&self, bytes: u64) -> Result<Charge, Error> {
+        self.charge_within(bytes, self.inner.cap)
+    }
+
+    /// As [`Arena::charge`], from the half of the arena that is spare while it is more than half empty: for what could be held smaller.
+    ///
+    /// # Errors
+    /// As [`Arena::charge`], at half of the cap.
+    pub fn charge_spare(&self, bytes: u64) -> Result<Charge, Error> {
+        self.charge_within(bytes, self.inner.cap / 2)
+    }
+
+    fn charge_within(&self, bytes: u64, limit: u64) -> Result<Charge, Error> {
         let mut used = self.used();
         loop {
             let next = used.saturating_add(bytes);
-            if next > self.inner.cap {
+            if next > limit {
                 return Err(self.full(bytes, next));
             }
             match self.inner.used.compare_exchange_weak(used, next, Ordering::Relaxed, Ordering::Relaxed) {
