@@ -111,6 +111,12 @@ deploy-check: build deploy-tools ## Chart, kustomizations, examples, rules and i
 	$(call say,Checking deploy/)
 	R3ROUTER_DEPLOY_REQUIRED=1 "$(BIN)/python" -m pytest --quiet -n 2 tests/deploy
 
+.PHONY: test-k8s
+test-k8s: deploy-check ## Kubernetes: all that deploy-check does, and discovery against an API server of our own.
+	$(call say,Discovery: what lists and watches change; the router with pods that come and go)
+	cargo test --profile fast --quiet -p r3router-discovery
+	"$(BIN)/python" -m pytest --quiet tests/k8s
+
 .PHONY: deploy-golden
 deploy-golden: build deploy-tools ## Write tests/deploy/golden from what is rendered now.
 	R3ROUTER_DEPLOY_REQUIRED=1 R3ROUTER_DEPLOY_WRITE=1 "$(BIN)/python" -m pytest --quiet tests/deploy -k renders_as_before

@@ -133,6 +133,17 @@ def test_discovery_may_see_pods_and_nothing_else(namespace: str | None, kind: st
     assert [m for m in manifests("pd") if "Role" in m["kind"]] == []
 
 
+def test_discovery_by_endpoint_slices_may_see_those_and_no_pods():
+    status, out, err = template(
+        "--values", DEPLOY / "helm" / "examples" / "discovery.yaml", "--set", "settings.service_discovery_source=endpoint_slices"
+    )
+    assert status == 0, err
+    shown = load(out)
+    check_schemas(shown)
+    rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+    assert named(shown, "Role")["rules"] == [rule]
+
+
 def test_another_setting_is_another_pod():
     sums = set()
     for settings in ("settings.log_level=info", "settings.log_level=warn"):

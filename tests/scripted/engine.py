@@ -118,6 +118,8 @@ class Engine:
 
     role: str
     name: str = "E"
+    host: str = "127.0.0.1"
+    """A loopback address; engines that share a port, as pods do, differ in it."""
     dp_size: int = 1
     kv_pool: int = 10_000_000
     max_running: int = 4096
@@ -165,8 +167,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.ranks = [Rank() for _ in range(self.dp_size)]
-        self.server = Server(self._serve)
-        self.bootstrap = Server(self._bootstrap)
+        self.server = Server(self._serve, host=self.host)
+        self.bootstrap = Server(self._bootstrap, host=self.host)
         self.moving = asyncio.Event()
         self.moving.set()
         self._rids: set[str] = set()
@@ -188,12 +190,12 @@ class Engine:
     @property
     def url(self) -> str:
         """Base URL."""
-        return f"http://127.0.0.1:{self.server.port}"
+        return f"http://{self.host}:{self.server.port}"
 
     @property
     def bootstrap_address(self) -> tuple[str, int]:
         """What decode must be told."""
-        return "127.0.0.1", self.bootstrap.port
+        return self.host, self.bootstrap.port
 
     @property
     def dead(self) -> bool:
@@ -231,7 +233,7 @@ class Engine:
             entered = True
             if not await self._reserve(leg, exchange):
                 return
-            await (act.run(leg, exchange) if act else self._work(leg, exchange))
+            await (act.run(leg, exchange) if act else self.work(leg, exchange))
             leg.end = "answered" if exchange.finished else "broken"
         except asyncio.CancelledError:
             if leg.aborted_at is None and leg.closed_at is None:
@@ -440,7 +442,7 @@ class Engine:
                 f"{self.waiting_s}s in KVPoll.WaitingForInput"
             ) from None
 
-    async def _work(self, leg: Leg, exchange: Exchange) -> None:
+    async def work(self, leg: Leg, exchange: Exchange) -> None:
         """What a healthy engine does."""
         stream = leg.body.get("stream") is True
         if stream and self.role != "prefill":

@@ -34,10 +34,11 @@ class Lab:
         """A started PD fleet; see `Fleet.pd`."""
         return await self.fleet(Fleet.pd(**shape))
 
-    async def router(self, fleet: Fleet | None, *flags: str, ready: bool = True) -> Router:
+    async def router(self, fleet: Fleet | None, *flags: str, ready: bool = True, env: dict[str, str] | None = None) -> Router:
         """A router in front of a fleet; `None` is a PD router without workers."""
         base = fleet.flags() if fleet is not None else ["--pd-disaggregation"]
-        router = Router(["--r3-store-dir", str(self.store), *base, *flags], self.folder / f"router-{len(self.routers)}.log")
+        log = self.folder / f"router-{len(self.routers)}.log"
+        router = Router(["--r3-store-dir", str(self.store), *base, *flags], log, env)
         self.routers.append(router)
         await router.start(ready=ready)
         if self.by_reference:

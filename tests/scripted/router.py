@@ -43,8 +43,9 @@ def free_ports() -> tuple[int, int]:
 class Router:
     """One router process."""
 
-    def __init__(self, flags: list[str], log: Path) -> None:
+    def __init__(self, flags: list[str], log: Path, env: dict[str, str] | None = None) -> None:
         self.flags = flags
+        self.env = env or {}
         self.log = log
         self.port = 0
         self.metrics_port = 0
@@ -70,7 +71,7 @@ class Router:
                 str(self.metrics_port),
                 *self.flags,
             ]
-            env = {k: v for k, v in os.environ.items() if not k.startswith("R3ROUTER_")}
+            env = {k: v for k, v in os.environ.items() if not k.startswith("R3ROUTER_")} | self.env
             with self.log.open("ab") as log:
                 self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
             self.client = Client(self.port)

@@ -251,7 +251,7 @@ class _Connection(asyncio.Protocol):
 
 @dataclass
 class Server:
-    """Listens on a loopback port of its own, can refuse connections on it, and comes back on the same port."""
+    """Listens on a port of its own on a loopback address, can refuse connections on it, and comes back on the same port."""
 
     handler: Handler
     idle_close_s: float | None = None
@@ -263,6 +263,7 @@ class Server:
     connections: set[_Connection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     port: int = 0
+    host: str = "127.0.0.1"
     _listener: asyncio.Server | None = None
     _placeholder: socket.socket | None = None
 
@@ -277,7 +278,7 @@ class Server:
             self._placeholder = None
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", self.port))
+        sock.bind((self.host, self.port))
         self.port = sock.getsockname()[1]
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(lambda: _Connection(self), sock=sock, backlog=4096)
@@ -290,7 +291,7 @@ class Server:
         if self._placeholder is None:
             self._placeholder = socket.socket()
             self._placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._placeholder.bind(("127.0.0.1", self.port))
+            self._placeholder.bind((self.host, self.port))
 
     def die(self) -> None:
         """As SIGKILL does it: the listener is gone and every connection is reset."""

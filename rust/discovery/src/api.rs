@@ -1,5 +1,6 @@
-//! LIST and WATCH of pods, over TLS, with the token of a service account.
+//! LIST and WATCH of one kind of object, over TLS, with the token of a service account.
 use std::fmt::Write as _;
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,9 +19,9 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-use crate::pod::Pod;
+use crate::object::Object;
 
-/// Pods in one page of a list. A page is what is in memory as text.
+/// Objects in one page of a list. A page is what is in memory as text.
 const PAGE: usize = 500;
 /// Most bytes of a page, and of one event.
 const PAGE_BYTES: usize = 256 << 20;
@@ -45,7 +46,7 @@ pub enum ApiError {
     #[error("the API server has forgotten the version that the list had")]
     Gone,
     /// What it sends is not the API.
-    #[error("the API server's reply is not a list of pods: {0}")]
+    #[error("the API server's reply is not what was asked for: {0}")]
     Protocol(String),
 }
 
@@ -58,31 +59,31 @@ pub struct Access {
     token: PathBuf,
 }
 
-/// A list of pods.
+/// A list.
 #[derive(Debug)]
-pub struct Listed {
-    /// The pods.
-    pub pods: Vec<Pod>,
+pub struct Listed<T> {
+    /// All of them.
+    pub items: Vec<T>,
     /// The version that a watch goes on from.
     pub version: String,
 }
 
 /// One event of a watch.
 #[derive(Debug)]
-pub enum Event {
+pub enum Event<T> {
     /// Added or changed.
-    Changed(Box<Pod>),
+    Changed(T),
     /// Deleted; as it was last.
-    Deleted(Box<Pod>),
+    Deleted(T),
     /// Nothing happened; the watch lives.
     Bookmark,
 }
 
 #[derive(Deserialize)]
-struct List {
+struct List<T> {
     metadata: ListMetadata,
-    #[serde(default = "Vec::new")]
-    items: Vec<Pod>,
+    // The API writes a list without elements as null.
+    items: Option<Vec<T>>,
 }
 
 #[derive(Deserialize)]
@@ -159,27 +160,27 @@ impl Access {
         Ok(text.trim().to_owned())
     }
 
-    /// All pods, page by page over one connection.
+    /// All of them, page by page over one connection.
     ///
     /// # Errors
     /// [`ApiError`].
-    pub async fn list(&self, scope: &Scope) -> Result<Listed, ApiError> {
+    pub async fn list<T: Object>(&self, scope: &Scope) -> Result<Listed<T>, ApiError> {
         let (mut sender, token) = self.connect().await?;
-        let (mut pods, mut next) = (Vec::new(), String::new());
+        let (mut items, mut next) = (Vec::new(), String::new());
         loop {
             let mut query = format!("limit={PAGE}");
             if !next.is_empty() {
                 let _ = write!(query, "&continue={}", escape(&next));
             }
-            let body = self.get(&mut sender, &token, &scope.path(&query)).await?;
+            let body = self.get(&mut sender, &token, &scope.path::<T>(&query)).await?;
             let page = timeout(ANSWER, Limited::new(body, PAGE_BYTES).collect()).await;
             let page = page.map_err(|_| self.broken(&"a page did not come in time"))?;
             let page = page.map_err(|e| self.broken(&e))?.to_bytes();
-            let list: List = serde_json::from_slice(&page).map_err(|e| ApiError::Protocol(e.to_string()))?;
-            pods.extend(list.items);
+            let list: List<T> = serde_json::from_slice(&page).map_err(|e| ApiError::Protocol(e.to_string()))?;
+            items.extend(list.items.unwrap_or_default());
             next = list.metadata.r#continue;
             if next.is_empty() {
-                return Ok(Listed { pods, version: list.metadata.resource_version });
+                return Ok(Listed { items, version: list.metadata.resource_version });
             }
         }
     }
@@ -188,12 +189,12 @@ impl Access {
     ///
     /// # Errors
     /// [`ApiError`].
-    pub async fn watch(&self, scope: &Scope, version: &str, seconds: u64) -> Result<Watch, ApiError> {
+    pub async fn watch<T: Object>(&self, scope: &Scope, version: &str, seconds: u64) -> Result<Watch<T>, ApiError> {
         let (mut sender, token) = self.connect().await?;
         let version = escape(version);
         let query = format!("watch=true&allowWatchBookmarks=true&timeoutSeconds={seconds}&resourceVersion={version}");
-        let body = self.get(&mut sender, &token, &scope.path(&query)).await?;
-        Ok(Watch { body, rest: BytesMut::new(), server: self.name(), _sender: sender })
+        let body = self.get(&mut sender, &token, &scope.path::<T>(&query)).await?;
+        Ok(Watch { body, rest: BytesMut::new(), server: self.name(), of: PhantomData, _sender: sender })
     }
 
     fn name(&self) -> String {
@@ -251,7 +252,7 @@ impl Access {
     }
 }
 
-/// Which pods are asked for.
+/// Which objects are asked for.
 #[derive(Clone, Debug, Default)]
 pub struct Scope {
     /// One namespace, or all of them.
@@ -261,10 +262,10 @@ pub struct Scope {
 }
 
 impl Scope {
-    fn path(&self, query: &str) -> String {
+    fn path<T: Object>(&self, query: &str) -> String {
         let within = self.namespace.as_ref().map_or(String::new(), |n| format!("namespaces/{}/", escape(n)));
         let labels = self.labels.as_ref().map_or(String::new(), |l| format!("&labelSelector={}", escape(l)));
-        format!("/api/v1/{within}pods?{query}{labels}")
+        format!("{}/{within}{}?{query}{labels}", T::GROUP, T::PLURAL)
     }
 }
 
@@ -283,20 +284,21 @@ fn escape(text: &str) -> String {
 
 /// A running watch.
 #[derive(Debug)]
-pub struct Watch {
+pub struct Watch<T> {
     body: Incoming,
     rest: BytesMut,
     server: String,
+    of: PhantomData<T>,
     // The connection ends with it.
     _sender: SendRequest<Empty<Bytes>>,
 }
 
-impl Watch {
+impl<T: Object> Watch<T> {
     /// The next event; `None` when the server ends the watch. May be dropped and called again.
     ///
     /// # Errors
     /// [`ApiError`]; the watch is of no more use then.
-    pub async fn next(&mut self) -> Result<Option<Event>, ApiError> {
+    pub async fn next(&mut self) -> Result<Option<Event<T>>, ApiError> {
         loop {
             if let Some(end) = self.rest.iter().position(|b| *b == b'\n') {
                 let line = self.rest.split_to(end + 1);
@@ -321,12 +323,12 @@ impl Watch {
     }
 }
 
-fn event(line: &[u8]) -> Result<Event, ApiError> {
+fn event<T: Object>(line: &[u8]) -> Result<Event<T>, ApiError> {
     let wrong = |e: serde_json::Error| ApiError::Protocol(e.to_string());
-    let pod = || serde_json::from_slice::<Of<Pod>>(line).map(|of| Box::new(of.object)).map_err(wrong);
+    let object = || serde_json::from_slice::<Of<T>>(line).map(|of| of.object).map_err(wrong);
     match serde_json::from_slice::<Kind>(line).map_err(wrong)?.r#type.as_str() {
-        "ADDED" | "MODIFIED" => Ok(Event::Changed(pod()?)),
-        "DELETED" => Ok(Event::Deleted(pod()?)),
+        "ADDED" | "MODIFIED" => Ok(Event::Changed(object()?)),
+        "DELETED" => Ok(Event::Deleted(object()?)),
         "BOOKMARK" => Ok(Event::Bookmark),
         "ERROR" => {
             let status = serde_json::from_slice::<Of<Status>>(line).map_err(wrong)?.object;

@@ -4,6 +4,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use crate::api::{Access, ApiError, Event, Scope};
+use crate::object::Object;
 use crate::plan::{Change, Plan};
 use crate::select::Wanted;
 
@@ -12,17 +13,17 @@ const LEAST: Duration = Duration::from_millis(200);
 /// Longest pause after failures.
 const MOST: Duration = Duration::from_secs(10);
 
-/// Follows the pods for ever; drop the future to end. `apply` gets what changes, in order. While the API server does not answer, nothing
-/// changes: that it is down does not mean that engines are.
-pub async fn follow(
+/// Follows the objects of one kind for ever; drop the future to end. `apply` gets what changes, in order. While the API server does not
+/// answer, nothing changes: that it is down does not mean that engines are.
+pub async fn follow<T: Object>(
     access: Access,
     namespace: Option<String>,
     wanted: Wanted,
     interval: Duration,
-    mut apply: impl FnMut(Vec<Change>),
+    mut apply: impl FnMut(Vec<Change>) + Send,
 ) {
     let scope = Scope { namespace, labels: wanted.query() };
-    let mut plan = Plan::new(wanted);
+    let mut following = Following::<T> { wanted, plan: Plan::default(), view: T::View::default() };
     let mut tell = |changes: Vec<Change>| {
         if !changes.is_empty() {
             apply(changes);
@@ -31,17 +32,16 @@ pub async fn follow(
     let mut failures = 0u32;
     loop {
         let began = Instant::now();
-        match access.list(&scope).await {
+        match access.list::<T>(&scope).await {
             Ok(listed) => {
                 failures = 0;
-                tell(plan.list(&listed.pods));
-                drop(listed.pods);
+                let Following { wanted, plan, view } = &mut following;
+                tell(T::list(listed.items, view, plan, wanted));
                 let until = began + interval;
                 // A watch may be silent and broken at once, and nobody tells; at `until` it is dropped.
-                let broken =
-                    timeout_at(until, watch(&access, &scope, &listed.version, interval, &mut plan, &mut tell)).await;
-                if let Ok(Err(error)) = broken {
-                    tracing::debug!(%error, "the watch of pods ended");
+                let watching = following.watch(&access, &scope, &listed.version, interval, &mut tell);
+                if let Ok(Err(error)) = timeout_at(until, watching).await {
+                    tracing::debug!(%error, of = T::PLURAL, "a watch ended");
                 }
                 sleep_until(began + LEAST.min(interval)).await;
             }
@@ -49,32 +49,41 @@ pub async fn follow(
                 let pause = (LEAST * 2u32.pow(failures.min(10))).min(MOST).min(interval.max(LEAST));
                 failures += 1;
                 let advice = match &error {
-                    ApiError::Refused(403, _) => "the service account needs a role with list and watch of pods",
+                    ApiError::Refused(403, _) => "the service account needs a role with list and watch of them",
                     ApiError::Refused(401, _) => "the token of the service account is not taken",
                     _ => "engines that are known stay",
                 };
-                tracing::warn!(%error, advice, failures, "pods cannot be listed");
+                tracing::warn!(%error, advice, failures, of = T::PLURAL, "cannot be listed");
                 sleep(pause).await;
             }
         }
     }
 }
 
-async fn watch(
-    access: &Access,
-    scope: &Scope,
-    version: &str,
-    interval: Duration,
-    plan: &mut Plan,
-    tell: &mut impl FnMut(Vec<Change>),
-) -> Result<(), ApiError> {
-    let mut watch = access.watch(scope, version, interval.as_secs() + 5).await?;
-    while let Some(event) = watch.next().await? {
-        match event {
-            Event::Changed(pod) => tell(plan.changed(&pod)),
-            Event::Deleted(pod) => tell(plan.deleted(&pod)),
-            Event::Bookmark => {}
+struct Following<T: Object> {
+    wanted: Wanted,
+    plan: Plan,
+    view: T::View,
+}
+
+impl<T: Object> Following<T> {
+    async fn watch(
+        &mut self,
+        access: &Access,
+        scope: &Scope,
+        version: &str,
+        interval: Duration,
+        tell: &mut (impl FnMut(Vec<Change>) + Send),
+    ) -> Result<(), ApiError> {
+        let Self { wanted, plan, view } = self;
+        let mut watch = access.watch::<T>(scope, version, interval.as_secs() + 5).await?;
+        while let Some(event) = watch.next().await? {
+            match event {
+                Event::Changed(object) => tell(object.changed(view, plan, wanted)),
+                Event::Deleted(object) => tell(object.deleted(view, plan, wanted)),
+                Event::Bookmark => {}
+            }
         }
+        Ok(())
     }
-    Ok(())
 }

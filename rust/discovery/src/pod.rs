@@ -1,8 +1,14 @@
 //! What is read of a pod. Everything else in it is skipped while it is read: 5,000 pods are 100 MB of JSON and 2 MB of this.
-use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use serde::Deserialize;
+
+use crate::object::{Condition, Metadata, Object};
+use crate::plan::{Change, Identity, Plan, Sighting};
+use crate::select::{Engine, Role, Wanted, url};
+
+/// Pods of a group of nodes carry their number here; only the leader, 0, has an HTTP server.
+const LWS_INDEX: &str = "leaderworkerset.sigs.k8s.io/worker-index";
 
 /// A pod, as far as it says which engine it is.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -12,26 +18,6 @@ pub struct Pod {
     pub metadata: Metadata,
     /// What runs of it.
     pub status: Status,
-}
-
-/// `metadata`.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct Metadata {
-    /// Name, unique in its namespace while the pod lives.
-    pub name: String,
-    /// Namespace.
-    pub namespace: String,
-    /// Unique for ever.
-    pub uid: String,
-    /// Version of the object, for watches.
-    pub resource_version: String,
-    /// Set once the pod is to end.
-    pub deletion_timestamp: Option<String>,
-    /// Labels.
-    pub labels: BTreeMap<String, String>,
-    /// Annotations.
-    pub annotations: BTreeMap<String, String>,
 }
 
 /// `status`.
@@ -49,16 +35,6 @@ pub struct Status {
     pub container_statuses: Vec<Container>,
 }
 
-/// One condition.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-pub struct Condition {
-    /// Which.
-    pub r#type: String,
-    /// `True`, `False` or `Unknown`.
-    pub status: String,
-}
-
 /// One container.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -67,37 +43,52 @@ pub struct Container {
     pub restart_count: u64,
 }
 
-/// Names a pod for ever.
-#[derive(Clone, Debug, Hash, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Identity {
-    /// Namespace.
-    pub namespace: String,
-    /// Name.
-    pub name: String,
-    /// Uid: another pod of the same name is another pod.
-    pub uid: String,
-}
-
 impl Pod {
-    /// Its name for ever.
-    pub fn identity(&self) -> Identity {
+    fn identity(&self) -> Identity {
         let m = &self.metadata;
         Identity { namespace: m.namespace.clone(), name: m.name.clone(), uid: m.uid.clone() }
     }
 
-    /// Its address, while it runs and is not about to end.
-    pub fn address(&self) -> Option<IpAddr> {
-        let runs = self.status.phase == "Running" && self.metadata.deletion_timestamp.is_none();
-        runs.then(|| self.status.pod_ip.parse().ok()).flatten()
+    fn engine(&self, wanted: &Wanted) -> Option<Engine> {
+        let m = &self.metadata;
+        if m.labels.get(LWS_INDEX).is_some_and(|index| index != "0") {
+            return None;
+        }
+        let role = wanted.role(m)?;
+        let runs = self.status.phase == "Running" && m.deletion_timestamp.is_none();
+        let ip: IpAddr = self.status.pod_ip.parse().ok().filter(|_| runs)?;
+        let port = m.annotations.get(&wanted.bootstrap_annotation).and_then(|p| p.trim().parse().ok());
+        let bootstrap_port = port.filter(|p| *p > 0 && role == Role::Prefill);
+        Some(Engine { url: url(&ip.to_string(), wanted.port), role, bootstrap_port })
     }
 
-    /// Whether its probes pass.
-    pub fn ready(&self) -> bool {
-        self.status.conditions.iter().any(|c| c.r#type == "Ready" && c.status == "True")
+    /// What is seen of it.
+    pub fn sighting(&self, wanted: &Wanted) -> Sighting {
+        let status = &self.status;
+        Sighting {
+            identity: self.identity(),
+            engine: self.engine(wanted),
+            ready: status.conditions.iter().any(|c| c.r#type == "Ready" && c.status == "True"),
+            restarts: status.container_statuses.iter().map(|c| c.restart_count).sum(),
+            ended: matches!(status.phase.as_str(), "Succeeded" | "Failed"),
+        }
+    }
+}
+
+impl Object for Pod {
+    const GROUP: &'static str = "/api/v1";
+    const PLURAL: &'static str = "pods";
+    type View = ();
+
+    fn list(all: Vec<Self>, (): &mut (), plan: &mut Plan, wanted: &Wanted) -> Vec<Change> {
+        plan.list(all.iter().map(|pod| pod.sighting(wanted)))
     }
 
-    /// Starts of its containers after the first.
-    pub fn restarts(&self) -> u64 {
-        self.status.container_statuses.iter().map(|c| c.restart_count).sum()
+    fn changed(self, (): &mut (), plan: &mut Plan, wanted: &Wanted) -> Vec<Change> {
+        plan.changed(self.sighting(wanted))
+    }
+
+    fn deleted(self, (): &mut (), plan: &mut Plan, _: &Wanted) -> Vec<Change> {
+        plan.deleted(&self.identity())
     }
 }

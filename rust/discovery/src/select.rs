@@ -1,10 +1,5 @@
-//! Which pods are engines, of which role, and where they listen.
-use std::net::IpAddr;
-
-use crate::pod::Pod;
-
-/// Pods of a group of nodes carry their number here; only the leader, 0, has an HTTP server.
-const LWS_INDEX: &str = "leaderworkerset.sigs.k8s.io/worker-index";
+//! Which objects are engines, of which role, and where they listen.
+use crate::object::Metadata;
 
 /// What an engine does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -43,9 +38,9 @@ impl Selector {
         self.0.is_empty()
     }
 
-    /// Whether the pod has all the labels.
-    pub fn takes(&self, pod: &Pod) -> bool {
-        !self.0.is_empty() && self.0.iter().all(|(k, v)| pod.metadata.labels.get(k) == Some(v))
+    /// Whether an object has all the labels.
+    pub fn takes(&self, metadata: &Metadata) -> bool {
+        !self.0.is_empty() && self.0.iter().all(|(k, v)| metadata.labels.get(k) == Some(v))
     }
 
     /// As the API takes it, where all wanted pods have these labels.
@@ -77,27 +72,18 @@ pub struct Engine {
     pub bootstrap_port: Option<u16>,
 }
 
+/// The base URL of a host: a name, or an address of either kind.
+pub(crate) fn url(host: &str, port: u16) -> String {
+    if host.contains(':') { format!("http://[{host}]:{port}") } else { format!("http://{host}:{port}") }
+}
+
 impl Wanted {
-    /// The role of a pod; none when no selector takes it, or when it is a follower in a group of nodes.
-    pub fn role(&self, pod: &Pod) -> Option<Role> {
-        if pod.metadata.labels.get(LWS_INDEX).is_some_and(|index| index != "0") {
-            return None;
-        }
-        self.roles.iter().find(|(_, selector)| selector.takes(pod)).map(|(role, _)| *role)
+    /// The role of what has these labels; none when no selector takes it.
+    pub fn role(&self, metadata: &Metadata) -> Option<Role> {
+        self.roles.iter().find(|(_, selector)| selector.takes(metadata)).map(|(role, _)| *role)
     }
 
-    /// The engine in a pod that runs; whether it is ready is another question.
-    pub fn engine(&self, pod: &Pod) -> Option<Engine> {
-        let role = self.role(pod)?;
-        let url = match pod.address()? {
-            IpAddr::V4(ip) => format!("http://{ip}:{}", self.port),
-            IpAddr::V6(ip) => format!("http://[{ip}]:{}", self.port),
-        };
-        let port = pod.metadata.annotations.get(&self.bootstrap_annotation).and_then(|p| p.trim().parse().ok());
-        Some(Engine { url, role, bootstrap_port: port.filter(|p| *p > 0 && role == Role::Prefill) })
-    }
-
-    /// The labels that all wanted pods have, when there is one role; the API then sends no others.
+    /// The labels that all wanted objects have, when there is one role; the API then sends no others.
     pub fn query(&self) -> Option<String> {
         match self.roles.as_slice() {
             [(_, selector)] => Some(selector.query()),

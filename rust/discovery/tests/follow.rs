@@ -8,8 +8,11 @@ use std::time::Duration;
 use fake::{Fake, pod, until};
 use r3router_discovery::api::{Access, ApiError, Scope};
 use r3router_discovery::follow::follow;
-use r3router_discovery::plan::Change;
+use r3router_discovery::object::Object;
+use r3router_discovery::plan::{Change, Identity};
+use r3router_discovery::pod::Pod;
 use r3router_discovery::select::{Engine, Role, Selector, Wanted};
+use r3router_discovery::slice::EndpointSlice;
 
 /// The interval of lists where a test waits for one.
 const SOON: Duration = Duration::from_secs(2);
@@ -32,19 +35,24 @@ struct Seen(Arc<Mutex<(Vec<Change>, Vec<Engine>)>>);
 
 impl Seen {
     fn follow(&self, fake: &Fake, interval: Duration) -> tokio::task::JoinHandle<()> {
+        self.follow_as::<Pod>(fake, interval)
+    }
+
+    fn follow_as<T: Object + 'static>(&self, fake: &Fake, interval: Duration) -> tokio::task::JoinHandle<()> {
         let (seen, access) = (self.clone(), access(fake));
-        tokio::spawn(follow(access, Some("rl".to_owned()), wanted(), interval, move |changes| {
+        tokio::spawn(follow::<T>(access, Some("rl".to_owned()), wanted(), interval, move |changes| {
             let mut seen = seen.0.lock().unwrap();
             for change in changes {
                 match &change {
-                    Change::Add(engine) => {
+                    Change::Add(_, engine) => {
                         assert!(!seen.1.iter().any(|e| e.url == engine.url), "{} twice", engine.url);
                         seen.1.push(engine.clone());
                     }
-                    Change::Remove(engine) => {
+                    Change::Remove(_, engine) => {
                         let at = seen.1.iter().position(|e| e == engine).unwrap();
                         seen.1.remove(at);
                     }
+                    Change::Dead(_) => {}
                 }
                 seen.0.push(change);
             }
@@ -77,6 +85,10 @@ fn d(ip: &str) -> Engine {
     Engine { url: format!("http://{ip}:30000"), role: Role::Decode, bootstrap_port: None }
 }
 
+fn id(name: &str, uid: &str) -> Identity {
+    Identity { namespace: "rl".to_owned(), name: name.to_owned(), uid: uid.to_owned() }
+}
+
 async fn settled(name: &str, interval: Duration) -> (Fake, Seen, tokio::task::JoinHandle<()>) {
     let fake = Fake::start(name).await;
     fake.fill([
@@ -95,7 +107,10 @@ async fn settled(name: &str, interval: Duration) -> (Fake, Seen, tokio::task::Jo
 async fn engines_are_found_with_role_and_bootstrap_port_in_one_namespace() {
     let (fake, seen, task) = settled("found", NEVER).await;
     let prefill = Engine { url: "http://192.0.2.20:30000".to_owned(), role: Role::Prefill, bootstrap_port: Some(8998) };
-    assert_eq!(seen.changes(), [Change::Add(d("192.0.2.10")), Change::Add(prefill)]);
+    assert_eq!(
+        seen.changes(),
+        [Change::Add(id("decode-0", "1"), d("192.0.2.10")), Change::Add(id("prefill-0", "2"), prefill)]
+    );
     assert!(fake.paths().iter().all(|p| p.starts_with("/api/v1/namespaces/rl/pods?")), "{:?}", fake.paths());
     task.abort();
 }
@@ -124,7 +139,9 @@ async fn the_same_name_at_another_address_is_out_before_it_is_in() {
     let (fake, seen, task) = settled("moved", NEVER).await;
     fake.put(pod("decode-0", "9", "192.0.2.44"));
     seen.are(&["20", "44"]).await;
-    assert_eq!(seen.changes()[2..], [Change::Remove(d("192.0.2.10")), Change::Add(d("192.0.2.44"))]);
+    let (old, new) = (id("decode-0", "1"), id("decode-0", "9"));
+    let expected = [Change::Remove(old.clone(), d("192.0.2.10")), Change::Dead(old), Change::Add(new, d("192.0.2.44"))];
+    assert_eq!(seen.changes()[2..], expected);
     task.abort();
 }
 
@@ -161,7 +178,9 @@ async fn a_restart_behind_the_same_address_is_another_engine() {
     restarted["status"]["containerStatuses"][0]["restartCount"] = 1.into();
     fake.put(restarted);
     until("both changes", || seen.changes().len() == 4).await;
-    assert_eq!(seen.changes()[2..], [Change::Remove(d("192.0.2.10")), Change::Add(d("192.0.2.10"))]);
+    let same = || (id("decode-0", "1"), d("192.0.2.10"));
+    let expected = [Change::Remove(same().0, same().1), Change::Add(same().0, same().1)];
+    assert_eq!(seen.changes()[2..], expected);
     task.abort();
 }
 
@@ -203,8 +222,8 @@ async fn five_thousand_pods_come_in_pages() {
         pod["metadata"]["managedFields"] = "x".repeat(16 << 10).into();
         pod
     }));
-    let listed = access(&fake).list(&Scope::default()).await.unwrap();
-    assert_eq!((listed.pods.len(), fake.pages()), (5000, 10));
+    let listed = access(&fake).list::<Pod>(&Scope::default()).await.unwrap();
+    assert_eq!((listed.items.len(), fake.pages()), (5000, 10));
     assert_eq!(listed.version, "5001");
     let seen = Seen::default();
     let task = seen.follow(&fake, NEVER);
@@ -218,7 +237,9 @@ async fn five_thousand_pods_come_in_pages() {
 async fn a_server_of_another_authority_is_not_asked() {
     let (fake, other) = (Fake::start("one").await, Fake::start("another").await);
     let access = Access::new("127.0.0.1", fake.port, &other.file("ca.crt"), &fake.file("token")).unwrap();
-    let Err(ApiError::Connection(at, why)) = access.list(&Scope::default()).await else { panic!("it was asked") };
+    let Err(ApiError::Connection(at, why)) = access.list::<Pod>(&Scope::default()).await else {
+        panic!("it was asked")
+    };
     assert_eq!(at, format!("127.0.0.1:{}", fake.port));
     assert!(why.contains("certificate"), "{why}");
     assert_eq!(fake.paths().len(), 0);
@@ -229,7 +250,34 @@ async fn the_token_is_read_anew_for_each_connection() {
     let fake = Fake::start("token").await;
     let access = access(&fake);
     std::fs::write(fake.file("token"), "old").unwrap();
-    assert!(matches!(access.list(&Scope::default()).await, Err(ApiError::Refused(401, _))));
+    assert!(matches!(access.list::<Pod>(&Scope::default()).await, Err(ApiError::Refused(401, _))));
     std::fs::write(fake.file("token"), fake::TOKEN).unwrap();
-    assert_eq!(access.list(&Scope::default()).await.unwrap().pods.len(), 0);
+    assert_eq!(access.list::<Pod>(&Scope::default()).await.unwrap().items.len(), 0);
+}
+
+#[tokio::test]
+async fn endpoints_of_services_are_found_and_go_as_pods_do() {
+    let fake = Fake::start("slices").await;
+    let slice = |endpoints: serde_json::Value| {
+        serde_json::json!({
+            "metadata": {"name": "decode-x", "namespace": "rl", "uid": "s", "labels": {"app": "decode"}},
+            "addressType": "IPv4", "ports": [{"name": "http", "port": 30000}], "endpoints": endpoints
+        })
+    };
+    let endpoint = |n: u32| {
+        let pod = format!("decode-{n}");
+        let target = serde_json::json!({"kind": "Pod", "namespace": "rl", "name": pod, "uid": pod});
+        serde_json::json!({"addresses": [format!("192.0.2.{n}")], "conditions": {"ready": true}, "targetRef": target})
+    };
+    fake.fill([slice(serde_json::json!([endpoint(10), endpoint(11)]))]);
+    let seen = Seen::default();
+    let task = seen.follow_as::<EndpointSlice>(&fake, NEVER);
+    seen.are(&["10", "11"]).await;
+    until("a watch", || fake.watches() == 1).await;
+    let asked = "/apis/discovery.k8s.io/v1/namespaces/rl/endpointslices?";
+    assert!(fake.paths().iter().all(|p| p.starts_with(asked)), "{:?}", fake.paths());
+    fake.put(slice(serde_json::json!([endpoint(11)])));
+    seen.are(&["11"]).await;
+    assert!(seen.changes().contains(&Change::Dead(id("decode-10", "decode-10"))));
+    task.abort();
 }

@@ -1,4 +1,4 @@
-//! Engines that are pods: those that are found are registered, those that are gone are removed.
+//! Engines in Kubernetes: those that are found are registered, those that are gone are removed.
 use std::sync::Arc;
 
 use r3router_core::error::Error;
@@ -6,7 +6,7 @@ use tokio::task::JoinHandle;
 
 use crate::app::App;
 
-/// Starts to follow the pods, when the settings say so.
+/// Starts to follow them, when the settings say so.
 ///
 /// # Errors
 /// When this is no pod, its service account cannot be read, or this build has no discovery.
@@ -42,13 +42,17 @@ mod pods {
     use r3router_core::topology::Role;
     use r3router_discovery::api::Access;
     use r3router_discovery::follow::follow;
-    use r3router_discovery::plan::Change;
+    use r3router_discovery::object::Object;
+    use r3router_discovery::plan::{Change, Identity};
+    use r3router_discovery::pod::Pod;
     use r3router_discovery::select::{Engine, Role as PodRole, Selector, Wanted};
+    use r3router_discovery::slice::EndpointSlice;
     use tokio::task::JoinHandle;
 
     use crate::app::App;
-    use crate::registration;
+    use crate::settings::DiscoverySource;
     use crate::workers::{Entry, Phase};
+    use crate::{keeper, registration};
 
     fn wrong(message: String) -> Error {
         Error::new(Kind::InvalidField, Source::Router, message)
@@ -81,34 +85,51 @@ mod pods {
             Some(name) => Some(name.to_owned()),
             None => Some(Access::own_namespace(account).map_err(|e| wrong(e.to_string()))?),
         };
-        let mut fleet = Fleet { app: Arc::clone(app), found: HashMap::new() };
-        let interval = settings.service_discovery_interval_secs;
-        Ok(app.runtime.spawn(follow(access, namespace, wanted, interval, move |changes| fleet.apply(changes))))
+        let scope = (access, namespace, wanted);
+        Ok(match settings.service_discovery_source {
+            DiscoverySource::Pods => run::<Pod>(app, scope),
+            DiscoverySource::EndpointSlices => run::<EndpointSlice>(app, scope),
+        })
     }
 
-    /// What was registered here. Engines that a person registered are theirs to remove.
+    fn run<T: Object + 'static>(app: &Arc<App>, scope: (Access, Option<String>, Wanted)) -> JoinHandle<()>
+    where
+        T::View: 'static,
+    {
+        let (access, namespace, wanted) = scope;
+        let mut fleet = Fleet { app: Arc::clone(app), found: HashMap::new() };
+        let interval = app.settings.service_discovery_interval_secs;
+        app.runtime.spawn(follow::<T>(access, namespace, wanted, interval, move |changes| fleet.apply(changes)))
+    }
+
+    /// What was registered here and is not dead yet. Engines that a person registered are theirs to remove.
     struct Fleet {
         app: Arc<App>,
-        found: HashMap<String, Arc<Entry>>,
+        found: HashMap<Identity, Arc<Entry>>,
     }
 
     impl Fleet {
         fn apply(&mut self, changes: Vec<Change>) {
             for change in changes {
                 match change {
-                    Change::Remove(engine) => {
-                        if let Some(entry) = self.found.remove(&engine.url) {
-                            registration::remove(&self.app, &entry);
+                    Change::Remove(identity, _) => {
+                        if let Some(entry) = self.found.get(&identity) {
+                            registration::remove(&self.app, entry);
                         }
                     }
-                    Change::Add(engine) => self.add(&engine),
+                    Change::Dead(identity) => {
+                        if let Some(entry) = self.found.remove(&identity) {
+                            keeper::dead(&self.app, &entry);
+                        }
+                    }
+                    Change::Add(identity, engine) => self.add(identity, &engine),
                 }
             }
         }
 
-        fn add(&mut self, engine: &Engine) {
+        fn add(&mut self, identity: Identity, engine: &Engine) {
             if self.app.registry.find(&engine.url).is_some_and(|e| e.phase() != Phase::Failed) {
-                tracing::info!(worker = %engine.url, "a pod was found that is registered already");
+                tracing::info!(worker = %engine.url, "an engine was found that is registered already");
                 return;
             }
             let role = match engine.role {
@@ -120,9 +141,11 @@ mod pods {
                 .and_then(|plain| registration::register(&self.app, plain));
             match registered {
                 Ok(entry) => {
-                    self.found.insert(engine.url.clone(), entry);
+                    self.found.insert(identity, entry);
                 }
-                Err(error) => tracing::warn!(worker = %engine.url, %error, "a pod was found and cannot be registered"),
+                Err(error) => {
+                    tracing::warn!(worker = %engine.url, %error, "an engine was found and cannot be registered");
+                }
             }
         }
     }
@@ -133,7 +156,7 @@ mod pods {
         use std::sync::Arc;
 
         use r3router_core::topology::Role;
-        use r3router_discovery::plan::Change;
+        use r3router_discovery::plan::{Change, Identity};
         use r3router_discovery::select::{Engine, Role as PodRole};
 
         use super::Fleet;
@@ -143,6 +166,18 @@ mod pods {
 
         fn engine(host: &str, role: PodRole) -> Engine {
             Engine { url: format!("http://{host}:9"), role, bootstrap_port: (role == PodRole::Prefill).then_some(8998) }
+        }
+
+        fn id(name: &str) -> Identity {
+            Identity { namespace: "rl".to_owned(), name: name.to_owned(), uid: String::new() }
+        }
+
+        fn add(engine: &Engine) -> Change {
+            Change::Add(id(&engine.url), engine.clone())
+        }
+
+        fn remove(engine: &Engine) -> Change {
+            Change::Remove(id(&engine.url), engine.clone())
         }
 
         fn listed(app: &App) -> Vec<(String, Role, Option<u16>)> {
@@ -160,14 +195,20 @@ mod pods {
                 .unwrap();
             let mut fleet = Fleet { app: Arc::clone(&app), found: HashMap::new() };
             let (theirs, ours) = (engine("127.0.0.1", PodRole::Decode), engine("127.0.0.2", PodRole::Prefill));
-            fleet.apply(vec![Change::Add(theirs.clone()), Change::Add(ours.clone())]);
+            fleet.apply(vec![add(&theirs), add(&ours)]);
             let both = [
                 ("http://127.0.0.1:9".to_owned(), Role::Decode, None),
                 ("http://127.0.0.2:9".to_owned(), Role::Prefill, Some(8998)),
             ];
             assert_eq!(listed(&app), both);
-            fleet.apply(vec![Change::Remove(theirs), Change::Remove(ours)]);
+            fleet.apply(vec![
+                remove(&theirs),
+                Change::Dead(id(&theirs.url)),
+                remove(&ours),
+                Change::Dead(id(&ours.url)),
+            ]);
             assert_eq!(listed(&app), both[..1]);
+            assert!(fleet.found.is_empty());
         }
 
         #[tokio::test]
@@ -175,9 +216,9 @@ mod pods {
             let app = App::new(Settings::default()).unwrap();
             let mut fleet = Fleet { app: Arc::clone(&app), found: HashMap::new() };
             let decode = engine("127.0.0.3", PodRole::Decode);
-            fleet.apply(vec![Change::Add(decode.clone())]);
+            fleet.apply(vec![add(&decode)]);
             let before = app.registry.find(&decode.url).unwrap();
-            fleet.apply(vec![Change::Remove(decode.clone()), Change::Add(decode.clone())]);
+            fleet.apply(vec![remove(&decode), add(&decode)]);
             let after = app.registry.find(&decode.url).unwrap();
             assert_ne!(before.id, after.id);
             assert_eq!(before.phase(), crate::workers::Phase::Removed);

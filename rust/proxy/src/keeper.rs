@@ -170,7 +170,18 @@ fn activate(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, found: Found) 
         state.ejected = false;
         made = Some(worker);
     });
+    if let Some(worker) = &made {
+        *entry.last.lock() = Arc::downgrade(worker);
+    }
     made.filter(|_| active)
+}
+
+/// The process behind a removed entry does not run any more: what runs on it fails now, whatever its sockets say.
+#[cfg(feature = "kubernetes")]
+pub(crate) fn dead(app: &App, entry: &Entry) {
+    if let Some(worker) = entry.last.lock().upgrade() {
+        end_generation(app, &worker);
+    }
 }
 
 /// Polls until the engine is dead (the reason) or removed (`None`).

@@ -1,7 +1,7 @@
 //! The registered engines: one entry per engine process address, whatever spelling it was named by, and its state from
 //! pending to active, failed or removed.
 use std::fmt::Write;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use http::HeaderValue;
@@ -95,6 +95,8 @@ pub struct Entry {
     pub registration: Registration,
     /// Told when the keeper should look at once.
     pub look: Arc<Notify>,
+    /// The last generation, while anything of it is left.
+    pub last: Mutex<Weak<Worker>>,
     state: Mutex<State>,
     phase: watch::Sender<Phase>,
 }
@@ -223,6 +225,7 @@ impl Registry {
             id: new_id(),
             registration,
             look: Arc::new(Notify::new()),
+            last: Mutex::new(Weak::new()),
             state: Mutex::new(State {
                 phase: Phase::Pending,
                 message: "not asked yet".to_owned(),

@@ -71,6 +71,16 @@ names! {
     }
 }
 
+names! {
+    /// In which objects of Kubernetes engines are found.
+    DiscoverySource {
+        /// Pods, by their labels.
+        Pods = "pods",
+        /// Endpoints of Services, by the labels of their slices.
+        EndpointSlices = "endpoint_slices",
+    }
+}
+
 /// A count that `-1` or `none` switches off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cap(pub Option<u32>);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use r3router_core::admission::WindowMode;
 
 use super::declare::{Row, Unit, settings};
-use super::names::{Cap, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl};
+use super::names::{Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl};
 use super::sources::Merge;
 use super::value::Value;
 
@@ -38,21 +38,25 @@ settings! {
         worker_api_key: Option<Secret> = None,
     }
     "Discovery in Kubernetes" => {
-        /// Find engines as pods. The service account needs a role with list and watch of pods.
+        /// Find engines by asking the API server. The service account needs a role with list and watch of pods (or of endpoint slices).
         service_discovery: bool = false; peer("False"),
+        /// What is listed and watched: pods; or the endpoint slices of Services, which have the labels of their Service, for engines that are no
+        /// pods of this cluster or listen on ports of their own. In slices the port named `http`, or the only one, is the engine's, and the one
+        /// named `bootstrap` that of its bootstrap server.
+        service_discovery_source: DiscoverySource = DiscoverySource::Pods,
         /// Labels, each KEY=VALUE, that a pod of an unsplit engine has, all of them.
         selector: Vec<String> = Vec::new(); peer("{}"),
         /// Labels of pods of prefill engines. Of a `LeaderWorkerSet` only leaders are engines.
         prefill_selector: Vec<String> = Vec::new(); peer("{}"),
         /// Labels of pods of decode engines.
         decode_selector: Vec<String> = Vec::new(); peer("{}"),
-        /// Port of engines in pods.
+        /// Port of engines.
         service_discovery_port: u16 = 80; peer("80"),
-        /// Namespace of the pods; `*` is all of them. Left out, the router's own.
+        /// Namespace of the engines; `*` is all of them. Left out, the router's own.
         service_discovery_namespace: Option<String> = None; peer("None"),
         /// Annotation of a prefill pod with the port of its bootstrap server; without it, the engine is asked.
         bootstrap_port_annotation: String = "sglang.ai/bootstrap-port".to_owned(),
-        /// Longest time until a pod that went unseen is out of choice: all pods are listed anew so often.
+        /// Longest time until a pod that went unseen is out of choice: all are listed anew so often.
         service_discovery_interval_secs: Duration = Duration::from_secs(30); unit(Unit::Secs); range(1.0, 3600.0),
         /// Folder with the `token`, `ca.crt` and `namespace` of the service account, for one that is mounted elsewhere.
         service_discovery_account_dir: String = "/var/run/secrets/kubernetes.io/serviceaccount".to_owned(),

@@ -5,7 +5,7 @@ use r3router_core::admission::WindowMode;
 use serde_json::{Value as Json, json};
 
 use super::declare::{Arity, Unit};
-use super::names::{Cap, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl};
+use super::names::{Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl};
 use super::nearest::nearest;
 use super::quantity::{parse_bytes, parse_duration, show_bytes, show_duration};
 use crate::address::Address;
@@ -249,7 +249,7 @@ macro_rules! named {
         }
     )+};
 }
-named!(Policy, LogLevel, R3Transport);
+named!(DiscoverySource, Policy, LogLevel, R3Transport);
 
 impl Value for WindowMode {
     const METAVAR: &'static str = "MODE";
