@@ -140,7 +140,7 @@ class Api:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 await self._answer(head, writer)
-        except (asyncio.IncompleteReadError, ConnectionError, ssl.SSLError):
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError, ssl.SSLError):
             pass
         finally:
             self._writers.discard(writer)

@@ -66,7 +66,7 @@ class Cluster:
         self.router = await self.lab.router(None, *self.api.flags(self.p.server.port, interval_s), env=self.api.env())
         if everything:
             await self.are(self.p, self.old, self.other)
-            await until(lambda: self.api.watches == 1, "a watch")
+            await until(lambda: self.api.watches, "a watch")
 
     async def urls(self) -> list[str]:
         listed = (await self.router.client.get("/workers")).json()["workers"]
@@ -86,13 +86,12 @@ class Cluster:
         return list(await asyncio.gather(*(self.router.client.generate(**GENERATE) for _ in range(count))))
 
     async def stuck_on_old(self) -> list[asyncio.Task[Response]]:
-        """Calls until some of them wait on the old pod; all others have ended."""
-        calls: list[asyncio.Task[Response]] = []
-        while len(self.old.live) < 2:
-            calls.append(asyncio.create_task(self.router.client.generate(**GENERATE)))
-            await asyncio.sleep(0.02)
-            assert len(calls) < 200, "the old pod gets no call"
-        await until(lambda: sum(not call.done() for call in calls) == len(self.old.live), "the others end")
+        """Calls of which some wait on the old pod; all others have ended."""
+        self.other.run_s = 0.3
+        prompts = [[1000 + n, 2, 3] for n in range(12)]
+        calls = [asyncio.create_task(self.router.client.generate(**{**GENERATE, "input_ids": ids})) for ids in prompts]
+        await until(lambda: sum(not call.done() for call in calls) == len(self.old.live) > 0, "some wait on the old pod")
+        self.other.run_s = 0.0
         return calls
 
     async def gets_no_more(self, engine: Engine) -> None:
@@ -125,9 +124,10 @@ async def for_another_of_its_name_at_another_address(c: Cluster) -> None:
 
 async def while_the_watch_was_open_and_silent(c: Cluster) -> None:
     c.api.silent = True
+    told = len(c.api.history)
     await c.api.delete("decode-0")
+    assert len(c.api.history) == told + 1, "a watch that spoke would tell"
     await c.are(c.p, c.other)
-    assert c.api.watches == 1
 
 
 async def and_its_version_is_gone(c: Cluster) -> None:

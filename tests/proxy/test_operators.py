@@ -57,7 +57,7 @@ async def test_an_engine_that_never_answers_is_in_the_log(lab: Lab) -> None:
 async def test_worker_registrations_are_checked_by_name_and_a_conflict_has_its_own_code(lab: Lab) -> None:
     fleet, _, client = await lab.serve()
     for body, code, said in (
-        ({"url": "https://d:1"}, "invalid_field", "https"),
+        ({"url": "ftp://d:1"}, "invalid_field", "ftp"),
         ({"url": "http://d:1", "worker_type": "decode", "bootstrap_prt": 1}, "invalid_field", "bootstrap_port"),
         ({"url": "http://d:1"}, "invalid_field", "worker_type"),
     ):

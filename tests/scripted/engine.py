@@ -190,7 +190,7 @@ class Engine:
     @property
     def url(self) -> str:
         """Base URL."""
-        return f"http://{self.host}:{self.server.port}"
+        return f"{'https' if self.server.tls else 'http'}://{self.host}:{self.server.port}"
 
     @property
     def bootstrap_address(self) -> tuple[str, int]:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from .client import Client, Response
@@ -46,16 +47,18 @@ class Router:
     def __init__(self, flags: list[str], log: Path, env: dict[str, str] | None = None) -> None:
         self.flags = flags
         self.env = env or {}
+        self.clients: Callable[[int], Client] = Client
+        """What talks to its main port."""
         self.log = log
         self.port = 0
         self.metrics_port = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.client = Client(0)
 
-    async def start(self, *, ready: bool = True) -> None:
-        """Starts it and waits until it listens; with `ready` until it has workers of every role."""
+    async def start(self, *, ready: bool = True, ports: tuple[int, int] | None = None) -> None:
+        """Starts it and waits until it listens; with `ready` until it has workers of every role. Without `ports` on free ones."""
         for _ in range(3):
-            self.port, self.metrics_port = free_ports()
+            self.port, self.metrics_port = ports or free_ports()
             command = [
                 sys.executable,
                 "-m",
@@ -74,7 +77,7 @@ class Router:
             env = {k: v for k, v in os.environ.items() if not k.startswith("R3ROUTER_")} | self.env
             with self.log.open("ab") as log:
                 self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
-            self.client = Client(self.port)
+            self.client = self.clients(self.port)
             if await self._listens("/readiness" if ready else "/liveness"):
                 return
             if b"in use" not in self.log.read_bytes():

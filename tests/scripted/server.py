@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import struct
 import traceback
 from collections.abc import Awaitable, Callable
@@ -264,6 +265,7 @@ class Server:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     port: int = 0
     host: str = "127.0.0.1"
+    tls: ssl.SSLContext | None = None
     _listener: asyncio.Server | None = None
     _placeholder: socket.socket | None = None
 
@@ -281,7 +283,7 @@ class Server:
         sock.bind((self.host, self.port))
         self.port = sock.getsockname()[1]
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: _Connection(self), sock=sock, backlog=4096)
+        self._listener = await loop.create_server(lambda: _Connection(self), sock=sock, backlog=4096, ssl=self.tls)
 
     def refuse(self) -> None:
         """Stops to accept: connects are refused from now on. The port stays ours."""

@@ -8,12 +8,14 @@ use r3router_core::error::{Error, Kind, Source};
 /// Where an engine listens.
 #[derive(Clone, Debug)]
 pub struct Address {
-    /// Normalised base URL, `http://host:port`.
+    /// Normalised base URL, `http://host:port` or `https://host:port`.
     pub url: Arc<str>,
     /// Host as it stands in the URL: an IPv6 literal keeps its brackets. This is what `bootstrap_host` carries.
     pub host: Arc<str>,
     /// TCP port.
     pub port: u16,
+    /// Whether it speaks TLS.
+    pub tls: bool,
     /// The literal address, when the host is one; names are resolved at every connect.
     pub literal: Option<SocketAddr>,
     /// Value of the `Host` header.
@@ -21,7 +23,7 @@ pub struct Address {
 }
 
 impl Address {
-    /// Reads `http://host[:port][/]`, `host:port` or a bare host. The default port is 80.
+    /// Reads `http://host[:port][/]`, the same with `https`, `host:port` or a bare host. The default port is 80, with `https` 443.
     ///
     /// # Errors
     /// [`Kind::InvalidField`] that names the text and says what is wrong with it.
@@ -31,10 +33,13 @@ impl Address {
                 .advise("give http://HOST:PORT, an IPv6 address in brackets")
         };
         let trimmed = text.trim();
-        let rest = match trimmed.split_once("://") {
-            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => rest,
-            Some((scheme, _)) => return Err(bad(&format!("scheme {scheme:?} is not supported, engines speak http"))),
-            None => trimmed,
+        let (tls, rest) = match trimmed.split_once("://") {
+            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => (false, rest),
+            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("https") => (true, rest),
+            Some((scheme, _)) => {
+                return Err(bad(&format!("scheme {scheme:?} is not supported, engines speak http or https")));
+            }
+            None => (false, trimmed),
         };
         let (authority, path) = rest.find('/').map_or((rest, ""), |at| rest.split_at(at));
         if !path.trim_matches('/').is_empty() {
@@ -69,6 +74,7 @@ impl Address {
             (host.trim_end_matches('.').to_ascii_lowercase(), port)
         };
         let port = match port {
+            None if tls => 443,
             None => 80,
             Some(port) => match port.parse::<u16>() {
                 Ok(port) if port > 0 => port,
@@ -84,7 +90,9 @@ impl Address {
         let authority = format!("{host}:{port}");
         let value =
             HeaderValue::from_str(&authority).map_err(|_| bad("the host has characters that no header takes"))?;
-        Ok(Self { url: format!("http://{authority}").into(), host: host.into(), port, literal, authority: value })
+        let scheme = if tls { "https" } else { "http" };
+        let url = format!("{scheme}://{authority}").into();
+        Ok(Self { url, host: host.into(), port, tls, literal, authority: value })
     }
 }
 
@@ -107,6 +115,13 @@ mod tests {
     }
 
     #[test]
+    fn an_engine_behind_tls_is_another_address() {
+        assert_eq!(url("HTTPS://Engine-1"), "https://engine-1:443");
+        assert_eq!(url("https://engine-1:80"), "https://engine-1:80");
+        assert!(Address::parse("https://e").unwrap().tls && !Address::parse("http://e").unwrap().tls);
+    }
+
+    #[test]
     fn an_ipv6_host_keeps_its_brackets() {
         let address = Address::parse("http://[2001:DB8::A]:30000").unwrap();
         assert_eq!(&*address.host, "[2001:db8::a]");
@@ -118,7 +133,7 @@ mod tests {
     fn what_is_no_address_is_refused_with_its_text() {
         for text in [
             "",
-            "https://x:1",
+            "ftp://x:1",
             "http://x:0",
             "http://x:99999",
             "http://[::1",

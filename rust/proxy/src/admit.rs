@@ -40,6 +40,8 @@ struct Inner {
     /// When the timer task must call again.
     due: Option<Moment>,
     paused_at: Option<Moment>,
+    /// Another router binds.
+    held: bool,
 }
 
 /// See the module's text.
@@ -121,6 +123,7 @@ impl Gate {
                 decisions: Vec::new(),
                 due: None,
                 paused_at: None,
+                held: false,
             }),
             clock,
             wake,
@@ -265,10 +268,18 @@ impl Gate {
         self.change(|inner, now| inner.admission.report(id, ranks, now));
     }
 
+    /// Binds nothing while another router still does. Deadlines stand still.
+    pub fn set_held(&self, held: bool) {
+        self.change(|inner, now| {
+            inner.held = held;
+            inner.admission.set_paused(held || inner.paused_at.is_some(), now);
+        });
+    }
+
     /// Closes the gate for the whole fleet, or opens it.
     pub fn set_paused(&self, paused: bool) {
         self.change(|inner, now| {
-            inner.admission.set_paused(paused, now);
+            inner.admission.set_paused(paused || inner.held, now);
             self.paused.store(paused, Ordering::Relaxed);
             match (paused, inner.paused_at) {
                 (true, None) => inner.paused_at = Some(now),

@@ -12,6 +12,7 @@ use r3router_core::r3::descriptor::{Descriptor, ROWS_AT};
 use crate::address::Address;
 use crate::app::CONNECT;
 use crate::store::{Arena, Rows};
+use crate::tls::ClientTls;
 use crate::upstream::{Call, Pool};
 
 /// Most agents that connections are kept to; addresses come from engines.
@@ -23,6 +24,7 @@ pub struct Agents {
     pools: Mutex<HashMap<String, Arc<Pool>>>,
     idle: Duration,
     key: Option<http::HeaderValue>,
+    tls: Option<Arc<ClientTls>>,
 }
 
 /// The HTTP address of an object: `r3://host:port/id` is `http://host:port/r3/id`.
@@ -35,8 +37,8 @@ pub fn http_address(uri: &str) -> String {
 
 impl Agents {
     /// Connections that are kept idle for `idle`, with `key` as their authorization.
-    pub fn new(idle: Duration, key: Option<http::HeaderValue>) -> Self {
-        Self { pools: Mutex::default(), idle, key }
+    pub fn new(idle: Duration, key: Option<http::HeaderValue>, tls: Option<Arc<ClientTls>>) -> Self {
+        Self { pools: Mutex::default(), idle, key, tls }
     }
 
     fn pool(&self, base: &str) -> Result<Arc<Pool>, Error> {
@@ -44,7 +46,7 @@ impl Agents {
             return Ok(Arc::clone(pool));
         }
         let address = Address::parse(base)?;
-        let pool = Pool::new(address, self.idle, CONNECT);
+        let pool = Pool::secured(address, self.idle, CONNECT, self.tls.clone());
         let mut pools = self.pools.lock();
         if pools.len() >= MAX_AGENTS {
             pools.clear();

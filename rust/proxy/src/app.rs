@@ -14,6 +14,7 @@ use crate::attempts::RetryBudget;
 use crate::clock::Clock;
 use crate::cors::Cors;
 use crate::drain::Drain;
+use crate::handover::Handover;
 use crate::live::Live;
 use crate::merge::Shape;
 use crate::metrics::Metrics;
@@ -21,6 +22,7 @@ use crate::pace::Pace;
 use crate::rows::RowWidths;
 use crate::settings::Settings;
 use crate::store::{Arena, Place, Store};
+use crate::tls::{ClientTls, ServerTls};
 use crate::worker::Worker;
 use crate::workers::Registry;
 
@@ -62,6 +64,12 @@ pub struct App {
     pub retries: RetryBudget,
     /// Whether the router takes new work.
     pub drain: Drain,
+    /// Whether another router has taken over.
+    pub handover: Handover,
+    /// TLS of the main port.
+    pub tls: Option<Arc<ServerTls>>,
+    /// TLS towards engines.
+    pub engine_tls: Arc<ClientTls>,
     /// The runtime, for work that outlives the request that causes it.
     pub runtime: Handle,
     /// `Bearer key` that clients must send.
@@ -74,7 +82,7 @@ impl App {
     /// A router without workers. Must be called inside a runtime.
     ///
     /// # Errors
-    /// `InvalidField` when a key cannot stand in a header.
+    /// `InvalidField` when a key cannot stand in a header, or a certificate cannot be read.
     pub fn new(settings: Settings) -> Result<Arc<Self>, Error> {
         let bearer = |key: &Option<crate::settings::Secret>, flag: &str| {
             key.as_ref()
@@ -93,6 +101,7 @@ impl App {
         };
         let client_key = bearer(&settings.api_key, "--api-key")?;
         let worker_key = bearer(&settings.worker_api_key, "--worker-api-key")?;
+        let engine_tls = ClientTls::new(&settings)?;
         let clock = Clock::start(settings.time_scale);
         let admission = settings.admission_config(rand::random());
         let settings = settings.in_machine_time();
@@ -114,7 +123,13 @@ impl App {
             clock,
             gate,
             store,
-            agents: Arc::new(Agents::new(settings.upstream_idle_secs, worker_key.clone())),
+            agents: Arc::new(Agents::new(
+                settings.upstream_idle_secs,
+                worker_key.clone(),
+                Some(Arc::clone(&engine_tls)),
+            )),
+            tls: ServerTls::new(&settings)?,
+            engine_tls,
             host: Arc::from(host.trim()),
             registry: Registry::default(),
             metrics: Metrics::new(&settings.prometheus_duration_buckets),
@@ -133,6 +148,7 @@ impl App {
             cors: Cors::new(&settings.cors_allowed_origins),
             retries: RetryBudget::default(),
             drain: Drain::default(),
+            handover: Handover::default(),
             runtime: Handle::current(),
             client_key,
             worker_key,

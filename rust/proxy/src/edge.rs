@@ -207,7 +207,7 @@ fn own_reply(buf: &[u8]) -> Option<Error> {
     let (message, advice) = match head.get(..12)?.strip_prefix("HTTP/1.")?.get(2..)? {
         "400" => (
             "the request's head is not HTTP/1.1",
-            "send HTTP/1.1 in the clear: the router speaks neither TLS nor HTTP/2",
+            "send HTTP/1.1: the router speaks no HTTP/2, and TLS only with --tls-cert-path",
         ),
         "414" => ("the request's path is too long", "send what is long in the body"),
         "431" => ("the request has more than 100 headers, or too many bytes of them", "send fewer"),

@@ -152,7 +152,8 @@ fn public_url(app: &App, headers: &HeaderMap) -> Arc<str> {
         return Arc::from(url.trim_end_matches('/'));
     }
     let host = headers.get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or_default();
-    Arc::from(format!("http://{host}"))
+    let scheme = if app.tls.is_some() { "https" } else { "http" };
+    Arc::from(format!("{scheme}://{host}"))
 }
 
 /// Hash of a routing key; never 0, which means none.

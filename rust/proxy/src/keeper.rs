@@ -37,7 +37,8 @@ pub fn spawn(app: &Arc<App>, entry: Arc<Entry>) {
 }
 
 async fn keep(app: &Arc<App>, entry: &Arc<Entry>) {
-    let pool = Pool::new(entry.registration.address.clone(), app.settings.upstream_idle_secs, CONNECT);
+    let (address, tls) = (entry.registration.address.clone(), Some(Arc::clone(&app.engine_tls)));
+    let pool = Pool::secured(address, app.settings.upstream_idle_secs, CONNECT, tls);
     let mut old: Option<Arc<Worker>> = None;
     loop {
         let Some(found) = find(app, entry, &pool, old.as_ref()).await else { break };
@@ -161,6 +162,7 @@ fn activate(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, found: Found) 
                 open: std::sync::atomic::AtomicI64::new(0),
                 legs: Counters::default(),
                 last_bytes: std::sync::atomic::AtomicU64::new(app.clock.now().0),
+                reported: std::sync::atomic::AtomicU64::new(if found.facts.reports_load { 0 } else { u64::MAX }),
             })
         });
         state.phase = Phase::Active;
@@ -246,6 +248,7 @@ async fn poll_loads(
     };
     if matches!(answer.status, 404 | 405 | 501) {
         facts.reports_load = false;
+        worker.reported.store(u64::MAX, std::sync::atomic::Ordering::Relaxed);
         app.gate.update_facts(worker.id, facts.clone());
         return Ok(());
     }
@@ -262,6 +265,7 @@ async fn poll_loads(
     }
     if !reports.is_empty() {
         app.gate.report(worker.id, &reports);
+        worker.reported.store(sent.0, std::sync::atomic::Ordering::Relaxed);
     }
     Ok(())
 }

@@ -73,6 +73,19 @@ fn at(address: Address, url: &str, role: Role, bootstrap_port: Option<u16>) -> R
     }
 }
 
+/// Registers an engine from what `POST /workers` takes.
+///
+/// # Errors
+/// As [`register`], and when it is no registration.
+pub fn again(app: &Arc<App>, fields: &Value) -> Result<(), Error> {
+    let Value::Object(fields) = fields else { return Err(invalid("no object".to_owned(), ADVICE)) };
+    let (registration, _) = read_fields(fields, app.settings.pd_disaggregation)?;
+    if app.registry.find(&registration.address.url).is_none() {
+        register(app, registration)?;
+    }
+    Ok(())
+}
+
 const ADVICE: &str =
     "send {\"url\": \"http://HOST:PORT\", \"worker_type\": \"regular|prefill|decode\", \"bootstrap_port\"?: 8998}";
 
@@ -452,7 +465,7 @@ mod tests {
             wrong(json!({"url": "http://d:1", "worker_type": "decode", "bootstrap_prt": 1})),
             "bootstrap_prt is no field of a worker; did you mean bootstrap_port?"
         );
-        assert!(wrong(json!({"url": "https://d:1"})).contains("https"), "the address comes before the missing role");
+        assert!(wrong(json!({"url": "ftp://d:1"})).contains("ftp"), "the address comes before the missing role");
         assert!(wrong(json!({"url": "http://d:1", "worker_type": 5})).contains("worker_type"));
         assert!(wrong(json!({"url": "http://d:1"})).contains("worker_type is missing"));
         for (name, value) in

@@ -15,7 +15,7 @@ use crate::edge::Edge;
 use crate::errors::{Reply, bytes_reply, error_reply, json_reply, not_found, wrong_method};
 use crate::generate::{self, Head};
 use crate::receive::Receiver;
-use crate::{abort, auth, control, info, objects, passthrough, registration};
+use crate::{abort, auth, control, info, objects, pass, passthrough, registration};
 
 /// The engine route of a path.
 fn engine_route(path: &str) -> Option<Route> {
@@ -53,6 +53,9 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>, edge: Arc<Edge>) 
 
 async fn routed(app: &Arc<App>, request: Request<Incoming>, edge: &Arc<Edge>) -> Reply {
     let path = request.uri().path();
+    if let Some(pool) = app.handover.successor().filter(|_| !pass::own(path)) {
+        return Box::pin(pass::on(app, &pool, request, edge)).await;
+    }
     match (engine_route(path), request.method()) {
         (Some(route), &Method::POST) => engine(app, route, request, edge).await,
         (Some(_), method) => error_reply(&wrong_method(method, path, "POST")),

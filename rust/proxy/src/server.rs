@@ -3,6 +3,8 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,6 +18,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use r3router_core::error::{Error, Kind, Source};
 use r3router_core::topology::Role;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -23,13 +26,16 @@ use tokio::task::JoinHandle;
 use crate::app::App;
 use crate::edge::{Edge, Held, Overdue, Socket};
 use crate::errors::{Reply, bytes_reply, error_reply, not_found};
+use crate::handover::{Doors, Given, Sockets, Taking};
 use crate::settings::Settings;
-use crate::{discovery, info, registration, routes};
+use crate::{discovery, handover, info, registration, routes, tls};
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 4096;
 /// Pause between looks for referenced rows that have expired.
 const SWEEP: Duration = Duration::from_secs(1);
+/// How long a client's connection may be idle after another router has taken over; clients keep theirs for 15 s or less.
+const LINGER: Duration = Duration::from_secs(20);
 /// How long replies may take to leave once the last request has ended.
 const FLUSH: Duration = Duration::from_secs(2);
 
@@ -61,6 +67,7 @@ pub struct Router {
     metrics: Option<TcpListener>,
     address: SocketAddr,
     discovery: Option<JoinHandle<()>>,
+    taking: Option<Taking>,
 }
 
 impl Router {
@@ -69,9 +76,19 @@ impl Router {
     /// # Errors
     /// [`StartError`].
     pub async fn bind(settings: Settings) -> Result<Self, StartError> {
-        let listener = listen(&settings.host, settings.port).await?;
+        let (taken, taking) = match &settings.handover_socket {
+            None => (None, None),
+            Some(path) => {
+                handover::ask(Path::new(path)).await.map_err(|e| StartError::Listen(path.clone(), e))?.unzip()
+            }
+        };
+        let (listener, given) = match taken {
+            None => (listen(&settings.host, settings.port).await?, None),
+            Some(Sockets { main, metrics }) => (main, metrics),
+        };
         let metrics = match settings.prometheus_port {
             0 => None,
+            _ if given.is_some() => given,
             port => match listen(&settings.prometheus_host, port).await {
                 Ok(listener) => Some(listener),
                 // The same series are on the main port; a second router on the host is no reason not to serve.
@@ -82,10 +99,21 @@ impl Router {
             },
         };
         let address = listener.local_addr().map_err(|e| StartError::Listen(settings.host.clone(), e))?;
+        if taking.is_some() && ![0, address.port()].contains(&settings.port) {
+            let has = format!("the router there listens on {address}, not on port {}", settings.port);
+            let path = settings.handover_socket.clone().unwrap_or_default();
+            return Err(StartError::Listen(path, io::Error::other(has)));
+        }
         let app = App::new(settings).map_err(StartError::Setting)?;
+        if taking.is_some() {
+            app.gate.set_held(true);
+        }
         register_named(&app).map_err(StartError::Setting)?;
         let discovery = discovery::start(&app).map_err(StartError::Setting)?;
-        Ok(Self { app, listener, metrics, address, discovery })
+        if let Some(taking) = &taking {
+            taking.register(&app);
+        }
+        Ok(Self { app, listener, metrics, address, discovery, taking })
     }
 
     /// Where it listens.
@@ -100,11 +128,12 @@ impl Router {
 
     /// Serves until `shutdown` is ready, then drains: not ready at once, no new work, up to the grace period for what runs.
     pub async fn run(self, shutdown: impl Future<Output = ()>) {
-        let Self { app, listener, metrics, address, discovery } = self;
+        let Self { app, listener, metrics, address, discovery, taking } = self;
         tracing::info!(%address, pd = app.settings.pd_disaggregation, "listening");
         let (closing, closed) = watch::channel(Closing::No);
         let gate = Arc::clone(&app.gate);
         let timer = app.runtime.spawn(async move { gate.run_timer().await });
+        let looking = app.runtime.spawn(tls::watch(app.tls.clone(), Arc::clone(&app.engine_tls)));
         let store = app.store.clone();
         let sweeping = app.runtime.spawn(async move {
             loop {
@@ -112,19 +141,32 @@ impl Router {
                 store.sweep();
             }
         });
-        let accepting = app.runtime.spawn(accept(Arc::clone(&app), listener, closed.clone(), serve_main));
-        let scraping = metrics.map(|m| app.runtime.spawn(accept(Arc::clone(&app), m, closed, serve_metrics)));
-        shutdown.await;
+        let doors = Doors::new(taking.is_none());
+        let sockets = [Some(&listener), metrics.as_ref()].into_iter().flatten();
+        let sockets: io::Result<Vec<OwnedFd>> = sockets.map(|s| s.as_fd().try_clone_to_owned()).collect();
+        let accepting =
+            app.runtime.spawn(accept(Arc::clone(&app), listener, doors.watch(), closed.clone(), serve_main));
+        let scraping = metrics
+            .map(|m| app.runtime.spawn(accept(Arc::clone(&app), m, doors.watch(), closed.clone(), serve_metrics)));
+        let given = tokio::select! {
+            () = shutdown => None,
+            given = overlap(&app, taking, sockets, &doors, closed) => Some(given),
+        };
         app.drain.start();
         let grace = app.settings.shutdown_grace_period_secs;
         tracing::info!(live = app.metrics.live(), grace_s = grace.as_secs_f64(), "draining");
         let until = Instant::now() + grace;
-        while app.metrics.live() > 0 && Instant::now() < until {
+        while (app.metrics.live() > 0 || app.handover.passing() > 0) && Instant::now() < until {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         let left = app.metrics.live();
         if left > 0 {
             tracing::warn!(left, "the grace period is over; what still runs is aborted");
+        }
+        if given.is_some() {
+            // Closing a connection that looks idle may cross a request. Each gets "connection: close" with its next reply, or is given up by its
+            // client.
+            wait_until(LINGER, || app.metrics.connections.load(Ordering::Relaxed) == 0).await;
         }
         accepting.abort();
         if let Some(scraping) = scraping {
@@ -143,8 +185,52 @@ impl Router {
         }
         timer.abort();
         sweeping.abort();
+        looking.abort();
         tracing::info!("stopped");
     }
+}
+
+/// Takes over from another router, when there is one, and hands over to the next one. Ready once that has been done.
+async fn overlap(
+    app: &Arc<App>,
+    taking: Option<Taking>,
+    sockets: io::Result<Vec<OwnedFd>>,
+    doors: &Doors,
+    closed: watch::Receiver<Closing>,
+) -> Given {
+    if let Some(taking) = taking {
+        if let Err(error) = take(app, taking, doors, closed).await {
+            tracing::warn!(%error, "the router before this one did not hand over");
+            app.gate.set_held(false);
+        }
+        doors.set(true);
+    }
+    if let (Some(path), Ok(sockets)) = (&app.settings.handover_socket, sockets) {
+        match handover::offer(app, Path::new(path), &sockets, doors).await {
+            Ok(given) => return given,
+            Err(error) => tracing::warn!(%error, path, "no router can take over from this one"),
+        }
+    }
+    std::future::pending().await
+}
+
+async fn take(app: &Arc<App>, mut taking: Taking, doors: &Doors, closed: watch::Receiver<Closing>) -> io::Result<()> {
+    let (loopback, port) = handover::loopback().await?;
+    let open = Doors::new(true);
+    let passed = app.runtime.spawn(accept(Arc::clone(app), loopback, open.watch(), closed, serve_plain));
+    if let Err(error) = taking.take(app, port).await {
+        passed.abort();
+        return Err(error);
+    }
+    doors.set(true);
+    tracing::info!("taken over; nothing is bound until the old router's queue is empty");
+    let releasing = Arc::clone(app);
+    app.runtime.spawn(async move {
+        taking.release(releasing).await;
+        passed.abort();
+        drop(open);
+    });
+    Ok(())
 }
 
 fn register_named(app: &Arc<App>) -> Result<(), Error> {
@@ -182,13 +268,29 @@ fn listen_on(address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-async fn accept<S, F>(app: Arc<App>, listener: TcpListener, closed: watch::Receiver<Closing>, serve: S)
-where
+async fn accept<S, F>(
+    app: Arc<App>,
+    listener: TcpListener,
+    mut open: watch::Receiver<bool>,
+    closed: watch::Receiver<Closing>,
+    serve: S,
+) where
     S: Fn(Arc<App>, TcpStream, watch::Receiver<Closing>) -> F + Send,
     F: Future<Output = ()> + Send + 'static,
 {
     loop {
-        match listener.accept().await {
+        if !*open.borrow_and_update() {
+            if open.changed().await.is_err() {
+                return;
+            }
+            continue;
+        }
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            // Without a sender it stays as it is.
+            Ok(()) = open.changed() => continue,
+        };
+        match accepted {
             Ok((stream, _)) => {
                 app.runtime.spawn(serve(Arc::clone(&app), stream, closed.clone()));
             }
@@ -235,11 +337,39 @@ impl Drop for Open {
 }
 
 async fn serve_main(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<Closing>) {
+    let Some(tls) = app.tls.clone() else { return serve_plain(app, stream, closed).await };
+    // A stream's events must not wait for an acknowledgement.
+    if stream.set_nodelay(true).is_err() {
+        return;
+    }
+    match tokio::time::timeout(app.settings.header_read_timeout_secs, tls.accept(stream)).await {
+        Ok(Ok(Ok(stream))) => {
+            let answered = Arc::clone(&app);
+            connection(app, stream, closed, move |request, edge| routes::answer(Arc::clone(&answered), request, edge))
+                .await;
+        }
+        Ok(Ok(Err(stream))) => Socket::new(stream, Edge::new()).refuse(&in_the_clear()).await,
+        Ok(Err(error)) => tracing::debug!(%error, "no TLS with a client"),
+        Err(_) => tracing::debug!("no TLS with a client in time"),
+    }
+}
+
+fn in_the_clear() -> Error {
+    Error::new(Kind::InvalidRequest, Source::Client, "this port speaks TLS").advise("use https:// in the address")
+}
+
+async fn serve_plain(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<Closing>) {
+    if stream.set_nodelay(true).is_err() {
+        return;
+    }
     let answered = Arc::clone(&app);
     connection(app, stream, closed, move |request, edge| routes::answer(Arc::clone(&answered), request, edge)).await;
 }
 
 async fn serve_metrics(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<Closing>) {
+    if stream.set_nodelay(true).is_err() {
+        return;
+    }
     let answered = Arc::clone(&app);
     connection(app, stream, closed, move |request: Request<Incoming>, _| {
         let app = Arc::clone(&answered);
@@ -254,16 +384,13 @@ async fn serve_metrics(app: Arc<App>, stream: TcpStream, closed: watch::Receiver
     .await;
 }
 
-async fn connection<S, F>(app: Arc<App>, stream: TcpStream, mut closed: watch::Receiver<Closing>, answer: S)
+async fn connection<T, S, F>(app: Arc<App>, stream: T, mut closed: watch::Receiver<Closing>, answer: S)
 where
+    T: AsyncRead + AsyncWrite + Unpin,
     S: Fn(Request<Incoming>, Arc<Edge>) -> F,
     F: Future<Output = Reply>,
 {
     let _open = Open::new(&app);
-    // A stream's events must not wait for an acknowledgement.
-    if stream.set_nodelay(true).is_err() {
-        return;
-    }
     let edge = Edge::new();
     let service = service_fn(|request| {
         let busy = edge.begin();

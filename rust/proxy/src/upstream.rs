@@ -22,6 +22,7 @@ use tokio::net::TcpStream;
 
 use crate::address::Address;
 use crate::body::{PiecesBody, WireStats};
+use crate::tls::{ClientTls, Stream};
 
 /// How soon after a request was written a reused connection must break for the request to be sent again. An engine that had closed
 /// the connection answers with a reset within a round trip; one that read the request may run it, and the same id and room must not
@@ -64,7 +65,7 @@ pub struct Call {
     pub method: Method,
     /// Path and query.
     pub uri: Uri,
-    /// Headers but `host` and the length.
+    /// Headers but the length; a `host` only where it is not the engine's.
     pub headers: HeaderMap,
     /// Body, in pieces.
     pub pieces: Arc<[Bytes]>,
@@ -95,7 +96,7 @@ impl Call {
 
 /// A socket that counts what it reads.
 struct Counted {
-    io: TcpStream,
+    io: Stream,
     stats: Arc<WireStats>,
 }
 
@@ -182,6 +183,7 @@ pub struct Pool {
     idle: Mutex<Vec<Idle>>,
     idle_timeout: Duration,
     connect_timeout: Duration,
+    tls: Option<Arc<ClientTls>>,
     closed: AtomicBool,
     /// What happened on it.
     pub stats: PoolStats,
@@ -196,11 +198,22 @@ impl std::fmt::Debug for Pool {
 impl Pool {
     /// Connections to `address`, kept idle for at most `idle_timeout`.
     pub fn new(address: Address, idle_timeout: Duration, connect_timeout: Duration) -> Arc<Self> {
+        Self::secured(address, idle_timeout, connect_timeout, None)
+    }
+
+    /// As [`Pool::new`]; `tls` is spoken when the address says so.
+    pub fn secured(
+        address: Address,
+        idle_timeout: Duration,
+        connect_timeout: Duration,
+        tls: Option<Arc<ClientTls>>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             address,
             idle: Mutex::default(),
             idle_timeout,
             connect_timeout,
+            tls,
             closed: AtomicBool::new(false),
             stats: PoolStats::default(),
         })
@@ -275,8 +288,6 @@ impl Pool {
             Ok(Err(error)) => return Err(Fault::Connect(error.to_string())),
             Err(_) => return Err(Fault::Connect(format!("no answer within {:?}", self.connect_timeout))),
         };
-        // Small bodies must not wait for an acknowledgement of the previous segment.
-        io.set_nodelay(true).map_err(|e| Fault::Connect(e.to_string()))?;
         let stats = Arc::new(WireStats::default());
         let io = TokioIo::new(Counted { io, stats: Arc::clone(&stats) });
         let (sender, conn) = Builder::new().handshake(io).await.map_err(|e| Fault::Connect(e.to_string()))?;
@@ -284,11 +295,18 @@ impl Pool {
         Ok(Box::new(Wire { sender, conn, stats, closed: false }))
     }
 
-    async fn dial(&self) -> io::Result<TcpStream> {
-        if let Some(literal) = self.address.literal {
-            return TcpStream::connect(literal).await;
+    async fn dial(&self) -> io::Result<Stream> {
+        let io = match self.address.literal {
+            Some(literal) => TcpStream::connect(literal).await?,
+            None => TcpStream::connect((&*self.address.host, self.address.port)).await?,
+        };
+        // Small bodies must not wait for an acknowledgement of the previous segment.
+        io.set_nodelay(true)?;
+        match &self.tls {
+            _ if !self.address.tls => Ok(Stream::Plain(io)),
+            Some(tls) => tls.connect(&self.address.host, io).await,
+            None => Err(io::Error::other("TLS is not spoken here")),
         }
-        TcpStream::connect((&*self.address.host, self.address.port)).await
     }
 
     async fn exchange(
@@ -302,7 +320,10 @@ impl Pool {
         *request.method_mut() = call.method.clone();
         *request.uri_mut() = call.uri.clone();
         request.headers_mut().clone_from(&call.headers);
-        request.headers_mut().insert(header::HOST, self.address.authority.clone());
+        // A request that is passed on between routers keeps the host that its client wrote.
+        if let http::header::Entry::Vacant(host) = request.headers_mut().entry(header::HOST) {
+            host.insert(self.address.authority.clone());
+        }
         let mut response = pin!(wire.sender.send_request(request));
         let mut told = false;
         let result = {

@@ -3,6 +3,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 
 use http::HeaderValue;
+use r3router_core::time::Moment;
 use r3router_core::topology::{Role, WorkerId};
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
@@ -93,12 +94,20 @@ pub struct Worker {
     pub legs: Counters<11>,
     /// When bytes last came from it, nanoseconds of the router's clock.
     pub last_bytes: AtomicU64,
+    /// When the last poll of its load that was answered was sent, nanoseconds of the router's clock; 0 is never, and the end of time is
+    /// that it reports none.
+    pub reported: AtomicU64,
 }
 
 impl Worker {
     /// `url@rank`.
     pub fn name(&self, rank: u16) -> Arc<str> {
         self.names.get(usize::from(rank)).cloned().unwrap_or_else(|| Arc::clone(&self.url))
+    }
+
+    /// Whether it has answered a poll of its load that was sent after `since`, or any.
+    pub fn reported_after(&self, since: Option<Moment>) -> bool {
+        self.reported.load(Ordering::Relaxed) > since.map_or(0, |at| at.0)
     }
 
     /// Counts the end of a leg.

@@ -10,10 +10,10 @@ use crate::settings::load;
 pub(crate) fn serve(py: Python<'_>, sources: &str) -> PyResult<()> {
     let loaded = load(sources)?;
     logging::init(&loaded).map_err(|e| SettingsError::new_err(e.to_string()))?;
-    py.detach(|| serve_blocking(loaded.settings, |address| println!("r3router listens on http://{address}"))).map_err(
-        |error| match error {
+    let scheme = if loaded.settings.tls_cert_path.is_some() { "https" } else { "http" };
+    py.detach(|| serve_blocking(loaded.settings, |address| println!("r3router listens on {scheme}://{address}")))
+        .map_err(|error| match error {
             StartError::Setting(_) => SettingsError::new_err(error.to_string()),
             StartError::Listen(..) => RunError::new_err(error.to_string()),
-        },
-    )
+        })
 }

@@ -64,6 +64,24 @@ pub(super) fn contradictions(
             wrong("service_discovery_port", "0 is no port".to_owned(), "name the port that engines listen on");
         }
     }
+    let pairs = [
+        ("tls_cert_path", &s.tls_cert_path, "tls_key_path", &s.tls_key_path),
+        ("client_cert_path", &s.client_cert_path, "client_key_path", &s.client_key_path),
+    ];
+    for (certificate, path, key, of) in pairs {
+        match (path, of) {
+            (Some(_), None) => wrong(certificate, "its key is missing".to_owned(), "name both files or neither"),
+            (None, Some(_)) => wrong(key, "its certificate is missing".to_owned(), "name both files or neither"),
+            _ => {}
+        }
+    }
+    if !s.tls_client_ca_paths.is_empty() && s.tls_cert_path.is_none() {
+        wrong(
+            "tls_client_ca_paths",
+            "clients show a certificate over TLS only".to_owned(),
+            "add --tls-cert-path and --tls-key-path",
+        );
+    }
     if s.retry_max_backoff_ms < s.retry_initial_backoff_ms {
         wrong(
             "retry_max_backoff_ms",

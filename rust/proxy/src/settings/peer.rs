@@ -54,14 +54,13 @@ const fn ignored(name: &'static str, arity: Arity, default: &'static str, reason
 const PREFIXES: &str =
     "prefixes are kept as hashes of token blocks in a table of fixed size; no text tree grows, balances or is swept";
 const KEYS: &str = "keys are served fairly and in order on the ranks that have room; no table of keys has to be swept";
-const TLS_LATER: &str = "TLS comes with a later release; put a proxy that ends TLS in front, or use a private network";
 const CONTROL_LATER: &str = "separate keys for the control plane come with a later release; --api-key protects all routes but health and metrics";
 const ENGINES_TOKENISE: &str = "requests pass as they are and the engines tokenise";
 const ENGINES_PARSE: &str = "replies pass as they are and the engines parse; give the engines this flag";
 const NO_HISTORY: &str = "it is read with a database behind --history-backend only, which is refused";
 
 /// See the module's text. In the order of the peer's help.
-pub const PEER_FLAGS: [PeerFlag; 48] = [
+pub const PEER_FLAGS: [PeerFlag; 43] = [
     ignored("cache_threshold", Arity::One, "0.3", PREFIXES),
     ignored("balance_abs_threshold", Arity::One, "64", PREFIXES),
     ignored("balance_rel_threshold", Arity::One, "1.5", PREFIXES),
@@ -118,11 +117,6 @@ pub const PEER_FLAGS: [PeerFlag; 48] = [
     ignored("redis_url", Arity::One, "None", NO_HISTORY),
     ignored("redis_pool_max", Arity::One, "16", NO_HISTORY),
     ignored("redis_retention_days", Arity::One, "30", NO_HISTORY),
-    refused("client_cert_path", Arity::One, "None", TLS_LATER),
-    refused("client_key_path", Arity::One, "None", TLS_LATER),
-    refused("ca_cert_paths", Arity::Many, "[]", TLS_LATER),
-    refused("tls_cert_path", Arity::One, "None", TLS_LATER),
-    refused("tls_key_path", Arity::One, "None", TLS_LATER),
     refused("enable_trace", Arity::Switch, "False", "OpenTelemetry traces come with a later release"),
     ignored(
         "otlp_traces_endpoint",

@@ -61,6 +61,21 @@ settings! {
         /// Folder with the `token`, `ca.crt` and `namespace` of the service account, for one that is mounted elsewhere.
         service_discovery_account_dir: String = "/var/run/secrets/kubernetes.io/serviceaccount".to_owned(),
     }
+    "TLS" => {
+        /// Certificate of the router with its chain, in PEM: clients then speak HTTPS. Files of this group are read anew when they change. The
+        /// port of the metrics stays in the clear.
+        tls_cert_path: Option<String> = None; peer("None"),
+        /// The private key of that certificate.
+        tls_key_path: Option<String> = None; peer("None"),
+        /// Authorities of clients, in PEM: with any, only clients that show a certificate of theirs are served.
+        tls_client_ca_paths: Vec<String> = Vec::new(),
+        /// Authorities of engines whose address begins with `https://`, in PEM. Left out, those that the system trusts.
+        ca_cert_paths: Vec<String> = Vec::new(); peer("[]"),
+        /// Certificate that the router shows to these engines.
+        client_cert_path: Option<String> = None; peer("None"),
+        /// The private key of that certificate.
+        client_key_path: Option<String> = None; peer("None"),
+    }
     "Routing" => {
         /// Which rank is preferred among those that have room: `cache_aware` and `prefix_hash` prefer the rank that has the prompt's prefix
         /// cached, the other names the rank with the most room. Routing keys are kept in order and served fairly under each of them.
@@ -84,6 +99,9 @@ settings! {
         idle_connection_timeout_secs: Duration = Duration::from_secs(150); unit(Unit::Secs); range(0.01, DAY),
         /// How long open requests may go on after SIGTERM.
         shutdown_grace_period_secs: Duration = Duration::from_secs(180); unit(Unit::Secs); peer("180"); range(0.0, DAY),
+        /// Path of a UNIX socket by which a router that is started with the same path and port takes over from this one: it gets the listening
+        /// sockets, waits until it knows the load of every engine, and this one ends when its requests have. Left out, the port is simply bound.
+        handover_socket: Option<String> = None,
         /// Headers that are read for a request's id, in order. Empty: x-request-id, x-correlation-id, x-trace-id, request-id.
         request_id_headers: Vec<String> = Vec::new(); peer("None"),
         /// Origins whose pages may call the router from a browser, such as `https://a.example`; left out or `*`, all may.
