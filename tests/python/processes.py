@@ -77,7 +77,8 @@ def started(log: Path, *command: str) -> Iterator[Process]:
 def serving(tmp_path: Path, *flags: str, path: str = "/health") -> Iterator[tuple[str, Process]]:
     """A router and its base URL, once `path` answers 200."""
     port = free_port()
-    command = [sys.executable, "-m", "r3router", "serve", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", "0", *flags]
+    alone = ["--host", "127.0.0.1", "--prometheus-port", "0", "--admin-port", "0"]
+    command = [sys.executable, "-m", "r3router", "serve", "--port", str(port), *alone, *flags]
     with started(tmp_path / f"serve-{port}.log", *command) as process:
         url = f"http://127.0.0.1:{port}"
         until_ok(url + path, process)

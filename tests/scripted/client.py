@@ -137,8 +137,8 @@ def request_bytes(
     method: str, path: str, body: bytes = b"", headers: list[tuple[str, str]] | None = None, *, chunk_size: int | None = None
 ) -> bytes:
     """A request on the wire; chunked when `chunk_size` is given."""
-    lines = [f"{method} {path} HTTP/1.1", "host: router.test"]
     given = {k.lower() for k, _ in headers or []}
+    lines = [f"{method} {path} HTTP/1.1", *(["host: router.test"] if "host" not in given else [])]
     if "content-type" not in given and body:
         lines.append("content-type: application/json")
     lines += [f"{k}: {v}" for k, v in headers or []]

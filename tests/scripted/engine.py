@@ -155,6 +155,12 @@ class Engine:
     healthy: Callable[[], bool] | None = None
     edit_loads: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
     edit_info: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    edit_model: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    edit_topology: Callable[[dict[str, Any]], dict[str, Any] | int] | None = None
+    """Changes what the bootstrap server tells; a number is answered as a status."""
+    key: str | None = None
+    """The engine's `--api-key`: without it all but health checks and metrics get 401."""
+    unauthorized: list[Request] = field(default_factory=list)
     strict_pairs: bool = True
     legs: list[Leg] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
@@ -209,7 +215,11 @@ class Engine:
     # --- generation -----------------------------------------------------------------------------------------------
 
     async def _serve(self, request: Request, exchange: Exchange) -> None:
-        if request.path in GENERATION_PATHS:
+        opens = request.path.startswith(("/health", "/metrics")) or request.header("authorization") == f"Bearer {self.key}"
+        if self.key is not None and not opens:
+            self.unauthorized.append(request)
+            await exchange.reply(401, b'{"error":"Unauthorized"}')
+        elif request.path in GENERATION_PATHS:
             await self._generate(request, exchange)
         else:
             await self._control(request, exchange)
@@ -671,7 +681,7 @@ class Engine:
 
     def model_info(self) -> dict[str, Any]:
         """`/model_info`."""
-        return {
+        info = {
             "model_path": "m",
             "served_model_name": "m",
             "tokenizer_path": "m",
@@ -681,13 +691,14 @@ class Engine:
             "model_type": "fake",
             "answered_by": self.name,
         }
+        return self.edit_model(info) if self.edit_model else info
 
     async def _bootstrap(self, request: Request, exchange: Exchange) -> None:
         if request.path == "/health":
             return await exchange.reply(200, b"OK", content_type="text/plain")
         query = parse_qs(request.query)
         if request.path == "/route" and query.get("prefill_dp_rank", ["-1"]) == ["-1"]:
-            topology = {
+            topology: dict[str, Any] | int = {
                 "attn_tp_size": 1,
                 "attn_cp_size": 1,
                 "dp_size": self.dp_size,
@@ -698,6 +709,10 @@ class Engine:
                 "decode_allocation_policy": "early",
                 "prefill_http_port": self.server.port,
             }
+            if self.edit_topology:
+                topology = self.edit_topology(topology)
+            if isinstance(topology, int):
+                return await exchange.reply(topology, b"")
             return await exchange.reply(200, orjson.dumps(topology))
         return await exchange.reply(404, b"")
 

@@ -33,12 +33,12 @@ ZERO_GAUGES = (
 )
 
 
-def free_ports() -> tuple[int, int]:
-    """Two different ports that were free a moment ago."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1]), int(other.getsockname()[1])
+def free_ports() -> tuple[int, int, int]:
+    """Three different ports that were free a moment ago."""
+    with socket.socket() as one, socket.socket() as two, socket.socket() as three:
+        for sock in (one, two, three):
+            sock.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1]), int(two.getsockname()[1]), int(three.getsockname()[1])
 
 
 class Router:
@@ -52,13 +52,16 @@ class Router:
         self.log = log
         self.port = 0
         self.metrics_port = 0
+        self.admin_port = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.client = Client(0)
 
     async def start(self, *, ready: bool = True, ports: tuple[int, int] | None = None) -> None:
         """Starts it and waits until it listens; with `ready` until it has workers of every role. Without `ports` on free ones."""
         for _ in range(3):
-            self.port, self.metrics_port = ports or free_ports()
+            free = free_ports()
+            self.port, self.metrics_port = ports or free[:2]
+            self.admin_port = free[2]
             command = [
                 sys.executable,
                 "-m",
@@ -72,6 +75,8 @@ class Router:
                 "127.0.0.1",
                 "--prometheus-port",
                 str(self.metrics_port),
+                "--admin-port",
+                str(self.admin_port),
                 *self.flags,
             ]
             env = {k: v for k, v in os.environ.items() if not k.startswith("R3ROUTER_")} | self.env

@@ -9,6 +9,8 @@ import click
 # Name, and what `--help` says of it. Each lives in a module of the same name, as `command`.
 COMMANDS: Final = {
     "serve": "Route requests to engines.",
+    "check": "Ask every engine, and say what does not fit.",
+    "top": "Show every rank of a running router, live; drain and undrain.",
     "emulate": "Run a fleet of emulated engines on loopback, with the router command that fits it.",
     "simulate": "Run scenarios in virtual time with the real admission.",
     "demo": "Show the incident and its cure on an emulated fleet.",

@@ -94,7 +94,7 @@ ALERTS: Final = (
     ),
     Alert(
         "R3RouterRestarts",
-        "sum by (instance) (resets(r3router_reply_bytes_total[1h])) > 1",
+        "changes(r3router_start_time_seconds[1h]) > 1",
         "0m",
         "critical",
         "The router restarts again and again",

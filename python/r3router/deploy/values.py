@@ -17,6 +17,7 @@ MANAGED: Final = {
     "prometheus_port": "containerPorts.metrics",
     "api_key": "secrets.clientKey",
     "worker_api_key": "secrets.workerKey",
+    "admin_api_key": "secrets.adminKey",
     "shutdown_grace_period_secs": "shutdown.graceSeconds",
     "r3_arena_bytes": "r3.arena",
     "r3_store_dir": "r3.sharedMemory",
@@ -73,6 +74,7 @@ def setting_schema(setting: Json) -> Json:
         "a number": {"type": "number", **_range(setting)},
         "a list of numbers": {"type": "array", "items": {"type": "number"}},
         "a list of texts": {"type": "array", "items": {"type": "string", "minLength": 1}},
+        "a list of hosts": {"type": "array", "items": {"type": "string", "minLength": 1}},
         "a list of worker URLs": {"type": "array", "items": _URL},
         "a duration": {"anyOf": [{"type": "number", **_range(setting)}, {"type": "string", "pattern": _DURATION}]},
         "a size in bytes": {"anyOf": [{"type": "integer", **_range(setting)}, {"type": "string", "pattern": _SIZE}]},
@@ -139,6 +141,7 @@ def schema() -> Json:
             {
                 "clientKey": _key("What clients must send (api_key); without a name, clients need none."),
                 "workerKey": _key("What is sent to engines (worker_api_key)."),
+                "adminKey": _key("What the admin listener wants (admin_api_key); without a name it stays on the pod's loopback."),
             },
         ),
         "extraEnv": _list(_ANY, "More variables of the container."),

@@ -101,6 +101,10 @@ kinds! {
     R3Deleted = "r3_deleted", 410;
     /// The range lies outside of the rows.
     R3Range = "r3_range", 416;
+    /// The address may not be a worker: it is link-local or hands out credentials, or it is not in `--worker-allow`.
+    WorkerRefused = "worker_refused", 403;
+    /// The route is answered on the admin listener only, or not to pages of other sites.
+    AdminOnly = "admin_only", 403;
     /// The key does not open these rows.
     Forbidden = "forbidden", 403;
     /// Path or method that the router does not know.

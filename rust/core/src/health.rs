@@ -137,6 +137,15 @@ impl Breaker {
         matches!(self.state, State::Open { .. })
     }
 
+    /// `closed`, `open`, or `half_open` while a probe decides.
+    pub fn name(&self) -> &'static str {
+        match self.state {
+            State::Closed => "closed",
+            State::Open { .. } => "open",
+            State::HalfOpen { .. } => "half_open",
+        }
+    }
+
     /// When it lets a probe through, if it is open.
     pub fn opens_at(&self) -> Option<Moment> {
         match self.state {

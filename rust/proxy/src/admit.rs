@@ -235,10 +235,17 @@ impl Gate {
         self.change(|inner, now| inner.admission.finish(permit, outcome, now));
     }
 
-    /// Adds a generation of an engine. `make` gets its id and builds what the data plane needs of it.
-    pub fn add_worker(&self, spec: WorkerSpec, make: impl FnOnce(WorkerId) -> Arc<Worker>) -> Arc<Worker> {
+    /// Adds a generation of an engine, with `drained` ranks out of choice from the start. `make` gets its id and builds what the data plane
+    /// needs of it.
+    pub fn add_worker(
+        &self,
+        spec: WorkerSpec,
+        drained: &[u16],
+        make: impl FnOnce(WorkerId) -> Arc<Worker>,
+    ) -> Arc<Worker> {
         self.change(|inner, now| {
             let id = inner.admission.add_worker(spec, now);
+            inner.admission.set_drained(id, drained, true);
             let worker = make(id);
             inner.workers.insert(id, Arc::clone(&worker));
             worker
@@ -256,6 +263,11 @@ impl Gate {
     /// Takes a worker out of choice, or back in.
     pub fn set_draining(&self, id: WorkerId, draining: bool) {
         self.change(|inner, _| inner.admission.set_draining(id, draining));
+    }
+
+    /// Takes ranks out of choice as a person wishes, or back in.
+    pub fn set_drained(&self, id: WorkerId, ranks: &[u16], drained: bool) {
+        self.change(|inner, _| inner.admission.set_drained(id, ranks, drained));
     }
 
     /// Replaces what is known of a worker.

@@ -10,6 +10,7 @@ use r3router_core::r3::Dtype;
 use r3router_core::r3::descriptor::{Descriptor, ROWS_AT};
 
 use crate::address::Address;
+use crate::allow::Allow;
 use crate::app::CONNECT;
 use crate::store::{Arena, Rows};
 use crate::tls::ClientTls;
@@ -23,6 +24,7 @@ const MAX_AGENTS: usize = 4096;
 pub struct Agents {
     pools: Mutex<HashMap<String, Arc<Pool>>>,
     idle: Duration,
+    allow: Arc<Allow>,
     key: Option<http::HeaderValue>,
     tls: Option<Arc<ClientTls>>,
 }
@@ -37,8 +39,8 @@ pub fn http_address(uri: &str) -> String {
 
 impl Agents {
     /// Connections that are kept idle for `idle`, with `key` as their authorization.
-    pub fn new(idle: Duration, key: Option<http::HeaderValue>, tls: Option<Arc<ClientTls>>) -> Self {
-        Self { pools: Mutex::default(), idle, key, tls }
+    pub fn new(idle: Duration, allow: Arc<Allow>, key: Option<http::HeaderValue>, tls: Option<Arc<ClientTls>>) -> Self {
+        Self { pools: Mutex::default(), idle, allow, key, tls }
     }
 
     fn pool(&self, base: &str) -> Result<Arc<Pool>, Error> {
@@ -46,7 +48,9 @@ impl Agents {
             return Ok(Arc::clone(pool));
         }
         let address = Address::parse(base)?;
-        let pool = Pool::secured(address, self.idle, CONNECT, self.tls.clone());
+        // Engines name these addresses, and the key goes there.
+        self.allow.check(&address)?;
+        let pool = Pool::secured(address, self.idle, CONNECT, self.tls.clone(), &self.allow);
         let mut pools = self.pools.lock();
         if pools.len() >= MAX_AGENTS {
             pools.clear();

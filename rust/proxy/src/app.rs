@@ -1,16 +1,19 @@
 //! What every part of a running router shares.
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use http::HeaderValue;
-use r3router_core::error::{Error, Kind, Source};
+use r3router_core::error::Error;
 use r3router_core::topology::Role;
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 
 use crate::admit::Gate;
 use crate::agents::Agents;
+use crate::allow::Allow;
 use crate::attempts::RetryBudget;
+use crate::auth::bearer;
+use crate::check::Findings;
 use crate::clock::Clock;
 use crate::cors::Cors;
 use crate::drain::Drain;
@@ -32,8 +35,12 @@ pub const CONNECT: Duration = Duration::from_secs(5);
 /// See the module's text.
 #[derive(Debug)]
 pub struct App {
-    /// How the router is set.
+    /// How the router is set, its limits in the machine's time.
     pub settings: Settings,
+    /// The same as it was given, in the fleet's time.
+    pub given: Settings,
+    /// What is wrong with the fleet.
+    pub findings: Findings,
     /// Its clock.
     pub clock: Clock,
     /// The admission.
@@ -46,6 +53,8 @@ pub struct App {
     pub arena: Arena,
     /// R3 rows that clients hold references to.
     pub store: Store,
+    /// Who may be a worker.
+    pub allow: Arc<Allow>,
     /// Agents on engines' hosts.
     pub agents: Arc<Agents>,
     /// Boot id of this machine, "" when it has none.
@@ -70,10 +79,16 @@ pub struct App {
     pub tls: Option<Arc<ServerTls>>,
     /// TLS towards engines.
     pub engine_tls: Arc<ClientTls>,
+    /// When it started.
+    pub started: Instant,
+    /// The same, seconds since 1970.
+    pub started_unix: f64,
     /// The runtime, for work that outlives the request that causes it.
     pub runtime: Handle,
     /// `Bearer key` that clients must send.
     pub client_key: Option<HeaderValue>,
+    /// `Bearer key` that the admin listener wants.
+    pub admin_key: Option<HeaderValue>,
     /// `Bearer key` for engines that have none of their own.
     pub worker_key: Option<HeaderValue>,
 }
@@ -84,26 +99,13 @@ impl App {
     /// # Errors
     /// `InvalidField` when a key cannot stand in a header, or a certificate cannot be read.
     pub fn new(settings: Settings) -> Result<Arc<Self>, Error> {
-        let bearer = |key: &Option<crate::settings::Secret>, flag: &str| {
-            key.as_ref()
-                .map(|key| {
-                    let mut value = HeaderValue::from_str(&format!("Bearer {}", key.reveal())).map_err(|_| {
-                        Error::new(
-                            Kind::InvalidField,
-                            Source::Client,
-                            format!("{flag} has characters that no header takes"),
-                        )
-                    })?;
-                    value.set_sensitive(true);
-                    Ok::<_, Error>(value)
-                })
-                .transpose()
-        };
-        let client_key = bearer(&settings.api_key, "--api-key")?;
-        let worker_key = bearer(&settings.worker_api_key, "--worker-api-key")?;
+        let client_key = bearer(settings.api_key.as_ref(), "--api-key")?;
+        let admin_key = bearer(settings.admin_api_key.as_ref(), "--admin-api-key")?;
+        let worker_key = bearer(settings.worker_api_key.as_ref(), "--worker-api-key")?;
         let engine_tls = ClientTls::new(&settings)?;
         let clock = Clock::start(settings.time_scale);
         let admission = settings.admission_config(rand::random());
+        let given = settings.clone();
         let settings = settings.in_machine_time();
         let gate = Gate::new(admission, clock);
         let arena = Arena::new(settings.r3_arena_bytes);
@@ -119,12 +121,15 @@ impl App {
             }
         });
         let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let allow = Arc::new(Allow::new(&settings.worker_allow));
         Ok(Arc::new(Self {
+            allow: Arc::clone(&allow),
             clock,
             gate,
             store,
             agents: Arc::new(Agents::new(
                 settings.upstream_idle_secs,
+                Arc::clone(&allow),
                 worker_key.clone(),
                 Some(Arc::clone(&engine_tls)),
             )),
@@ -149,9 +154,14 @@ impl App {
             retries: RetryBudget::default(),
             drain: Drain::default(),
             handover: Handover::default(),
+            started: Instant::now(),
+            started_unix: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
             runtime: Handle::current(),
             client_key,
+            admin_key,
             worker_key,
+            given,
+            findings: Findings::default(),
             settings,
         }))
     }

@@ -312,7 +312,8 @@ async fn hand_over(app: &Arc<App>, stream: UnixStream, sockets: &[OwnedFd], door
     let port: u16 =
         text.trim_end().strip_prefix("take ").and_then(|p| p.parse().ok()).ok_or_else(|| bad("it went away"))?;
     let address = Address::parse(&format!("http://{}:{port}", Ipv4Addr::LOCALHOST)).map_err(|e| bad(&e.to_string()))?;
-    *app.handover.successor.write() = Some(Pool::new(address, app.settings.upstream_idle_secs, CONNECT));
+    *app.handover.successor.write() =
+        Some(Pool::new(address, app.settings.upstream_idle_secs, CONNECT, &Arc::default()));
     doors.set(false);
     writer.write_all(b"taken\n").await?;
     tracing::info!(live = app.metrics.live(), "a new router has taken over; what runs and waits here goes on");

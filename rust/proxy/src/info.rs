@@ -222,6 +222,12 @@ pub fn metrics(app: &App) -> Reply {
 pub fn metrics_text(app: &App) -> String {
     let mut text = Text::default();
     app.metrics.write(&mut text);
+    text.single(
+        "r3router_start_time_seconds",
+        "When the router started, seconds since 1970; a restart is a change.",
+        "gauge",
+        app.started_unix,
+    );
     write_admission(app, &mut text);
     write_workers(app, &mut text);
     text.finish()

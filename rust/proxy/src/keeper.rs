@@ -38,7 +38,7 @@ pub fn spawn(app: &Arc<App>, entry: Arc<Entry>) {
 
 async fn keep(app: &Arc<App>, entry: &Arc<Entry>) {
     let (address, tls) = (entry.registration.address.clone(), Some(Arc::clone(&app.engine_tls)));
-    let pool = Pool::secured(address, app.settings.upstream_idle_secs, CONNECT, tls);
+    let pool = Pool::secured(address, app.settings.upstream_idle_secs, CONNECT, tls, &app.allow);
     let mut old: Option<Arc<Worker>> = None;
     loop {
         let Some(found) = find(app, entry, &pool, old.as_ref()).await else { break };
@@ -47,8 +47,10 @@ async fn keep(app: &Arc<App>, entry: &Arc<Entry>) {
             end_generation(app, &old);
         }
         let Some(worker) = activate(app, entry, &pool, found) else { break };
+        app.findings.due();
         let why = watch(app, entry, &worker).await;
         app.gate.remove_worker(worker.id);
+        app.findings.due();
         let Some(why) = why else {
             old = Some(worker);
             break;
@@ -105,7 +107,7 @@ async fn find(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, old: Option<
             () = entry.look.notified() => continue,
         };
         let late = began.elapsed() >= app.settings.worker_startup_timeout_secs && old.is_none();
-        let never = matches!(failed, NotFound::Never(_));
+        let never = matches!(failed, NotFound::Never(..));
         entry.change(|state| {
             failed.why().clone_into(&mut state.message);
             if late || never {
@@ -146,7 +148,8 @@ fn activate(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, found: Found) 
     let mut made = None;
     // Under the entry's lock, so that a removal comes wholly before or wholly after.
     let active = entry.change(|state| {
-        let worker = app.gate.add_worker(spec, |id| {
+        let drained = state.drained.of(found.ranks);
+        let worker = app.gate.add_worker(spec, &drained, |id| {
             Arc::new(Worker {
                 id,
                 url: Arc::clone(&registration.shown),

@@ -2,13 +2,16 @@
 pub mod abort;
 pub mod aborted;
 pub mod address;
+pub mod admin;
 pub mod admit;
 pub mod agents;
+pub mod allow;
 pub mod app;
 pub mod ask;
 pub mod attempts;
 pub mod auth;
 pub mod body;
+pub mod check;
 pub mod clock;
 pub mod context;
 pub mod control;

@@ -10,12 +10,15 @@ use serde_json::{Map, Value};
 
 use crate::address::Address;
 use crate::ask::{Answer, NoAnswer, ask, get};
+use crate::check::{KnownTopology, Topology, Traits, Version};
 use crate::loads::{Offset, Polled, mamba_gauges, rank_reports};
 use crate::upstream::{Call, Fault, Pool};
 use crate::worker::Abilities;
 
 /// How long one question may take. `/server_info` passes through a scheduler that may be busy.
 const QUESTION: Duration = Duration::from_secs(5);
+/// How long prefill's bootstrap server may take, which answers from memory.
+const BOOTSTRAP: Duration = Duration::from_secs(2);
 
 /// What to ask, and of whom.
 #[derive(Clone, Debug)]
@@ -53,6 +56,19 @@ pub struct Found {
     pub bootstrap_port: Option<u16>,
     /// `version`, `model_path` and such, for the worker list.
     pub labels: Map<String, Value>,
+    /// What must fit the other engines.
+    pub traits: Traits,
+}
+
+/// What an engine can never work with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wrong {
+    /// It wants a key that it did not get.
+    Key,
+    /// It runs in the other mode.
+    Role,
+    /// The path of the health check is none.
+    Path,
 }
 
 /// Why a probe did not end in a worker.
@@ -62,15 +78,15 @@ pub enum NotFound {
     NotYet(String),
     /// The connection was refused or impossible: there is no process.
     Dead(String),
-    /// It can never work so: wrong key, wrong role.
-    Never(String),
+    /// It can never work so.
+    Never(Wrong, String),
 }
 
 impl NotFound {
     /// The reason.
     pub fn why(&self) -> &str {
         match self {
-            Self::NotYet(why) | Self::Dead(why) | Self::Never(why) => why,
+            Self::NotYet(why) | Self::Dead(why) | Self::Never(_, why) => why,
         }
     }
 }
@@ -94,10 +110,13 @@ pub async fn probe(q: &Question<'_>) -> Result<Found, NotFound> {
         if let Some(answer) = answer
             && matches!(answer.status, 401 | 403)
         {
-            return Err(NotFound::Never(format!(
-                "{path} answered {}: the engine wants a key; set it with --worker-api-key or as api_key in POST /workers",
-                answer.status
-            )));
+            return Err(NotFound::Never(
+                Wrong::Key,
+                format!(
+                    "{path} answered {}: the engine wants a key; set it with --worker-api-key or as api_key in POST /workers",
+                    answer.status
+                ),
+            ));
         }
     }
     let info = server.filter(Answer::ok).and_then(|a| a.json()).unwrap_or(Value::Null);
@@ -105,6 +124,13 @@ pub async fn probe(q: &Question<'_>) -> Result<Found, NotFound> {
     check_role(q.role, &info, &model)?;
     let mut found = read_info(q, &info);
     found.facts.reports_load = loads.is_some();
+    found.traits = Traits {
+        ranks_info: found.abilities.ranks_known.then_some(found.ranks),
+        ranks_loads: loads.filter(|r| *r > 0),
+        waiting_timeout: said_waiting_timeout(&info, q.scale),
+        slow_health,
+        ..Traits::read(&info, &model)
+    };
     if let Some(ranks) = loads.filter(|r| *r > 0) {
         found.ranks = found.ranks.max(ranks);
         found.abilities.ranks_known = true;
@@ -146,7 +172,7 @@ pub async fn probe(q: &Question<'_>) -> Result<Found, NotFound> {
 /// `Ok(true)` when the health check ran into its limit.
 async fn healthy(q: &Question<'_>) -> Result<bool, NotFound> {
     let Ok(uri) = q.health.parse::<Uri>() else {
-        return Err(NotFound::Never(format!("health check endpoint {:?} is not a path", q.health)));
+        return Err(NotFound::Never(Wrong::Path, format!("health check endpoint {:?} is not a path", q.health)));
     };
     match ask(q.pool, &Call::get(uri).with_key(q.key), q.health_limit).await {
         Ok(answer) if answer.status >= 500 => Err(NotFound::NotYet(format!("{} answered {}", q.health, answer.status))),
@@ -189,20 +215,12 @@ fn check_role(role: Role, info: &Value, model: &Value) -> Result<(), NotFound> {
         return Ok(());
     };
     if mode == wrong {
-        return Err(NotFound::Never(format!(
-            "the engine runs with --disaggregation-mode {mode}, but it is registered for the other role"
-        )));
+        return Err(NotFound::Never(
+            Wrong::Role,
+            format!("the engine runs with --disaggregation-mode {mode}, but it is registered for the other role"),
+        ));
     }
     Ok(())
-}
-
-/// `(major, minor, patch)` of `0.5.12.post1`.
-fn version(text: &str) -> Option<(u32, u32, u32)> {
-    let mut parts = text.trim_start_matches('v').split(['.', '-', '+', 'r']).map(str::parse::<u32>);
-    match (parts.next(), parts.next(), parts.next()) {
-        (Some(Ok(major)), Some(Ok(minor)), Some(Ok(patch))) => Some((major, minor, patch)),
-        _ => None,
-    }
 }
 
 fn read_info(q: &Question<'_>, info: &Value) -> Found {
@@ -220,7 +238,7 @@ fn read_info(q: &Question<'_>, info: &Value) -> Found {
     let mamba_slots = count(state, "max_mamba_cache_size")
         .or_else(|| count(info, "max_mamba_cache_size").map(per_rank))
         .and_then(|m| u32::try_from(m).ok());
-    let version = info.get("version").and_then(Value::as_str).and_then(version);
+    let version = info.get("version").and_then(Value::as_str).and_then(|text| Version::parse(text).number);
     let slots_per_request =
         q.mamba_slots_per_request.or_else(|| mamba_slots.and(Some(slots_per_request(q.role, version, info))));
     let rust_frontend = info.get("frontend").and_then(Value::as_str) == Some("rust");
@@ -256,6 +274,7 @@ fn read_info(q: &Question<'_>, info: &Value) -> Found {
             .bootstrap_port
             .or_else(|| count(info, "disaggregation_bootstrap_port").and_then(|p| u16::try_from(p).ok())),
         labels: Map::new(),
+        traits: Traits::default(),
     }
 }
 
@@ -291,45 +310,44 @@ fn slots_per_request(role: Role, version: Option<(u32, u32, u32)>, info: &Value)
 
 /// Asks prefill's bootstrap server for its topology: the best source for the number of prefill ranks, and it needs no key.
 async fn ask_bootstrap(q: &Question<'_>, found: &mut Found) {
-    let Some(port) = found.bootstrap_port else { return };
-    let address = q.pool.address();
-    let Ok(address) = Address::parse(&format!("http://{}:{port}", address.host)) else { return };
-    let pool = Pool::new(address, Duration::ZERO, Duration::from_secs(2));
-    let path = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1";
-    let Ok(answer) = get(&pool, path, None, Duration::from_secs(2)).await else { return };
-    if !answer.ok() {
-        return;
-    }
-    let Some(topology) = answer.json() else { return };
-    if let Some(ranks) = topology.get("dp_size").and_then(Value::as_u64).and_then(|r| u16::try_from(r).ok())
-        && ranks > 0
-    {
+    found.traits.topology = topology(q, found.bootstrap_port).await;
+    let Topology::Known(known) = &found.traits.topology else { return };
+    if let Some(ranks) = known.ranks {
         found.ranks = ranks;
         found.abilities.ranks_known = true;
     }
-    if topology.get("decode_allocation_policy").and_then(Value::as_str) == Some("prefill_complete") {
+    if known.allocation.as_deref() == Some("prefill_complete") {
         found.facts.allocation = Allocation::PrefillComplete;
+    }
+}
+
+async fn topology(q: &Question<'_>, port: Option<u16>) -> Topology {
+    let Some(port) = port else { return Topology::NoPort };
+    let address = q.pool.address();
+    let Ok(address) = Address::parse(&format!("http://{}:{port}", address.host)) else { return Topology::NoPort };
+    let pool = Pool::new(address, Duration::ZERO, BOOTSTRAP, q.pool.allow());
+    let path = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1";
+    match get(&pool, path, None, BOOTSTRAP).await {
+        Err(error) => Topology::Unreachable(port, error.to_string()),
+        Ok(answer) if !answer.ok() => Topology::Status(port, answer.status),
+        Ok(answer) => answer
+            .json()
+            .and_then(|value| KnownTopology::read(port, &value))
+            .map_or(Topology::Strange(port), |known| Topology::Known(Box::new(known))),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::time::Duration;
 
-    use super::{Question, read_info, said_waiting_timeout, slots_per_request, version};
+    use super::{Question, read_info, said_waiting_timeout, slots_per_request};
     use r3router_core::topology::Role;
     use serde_json::json;
 
     use crate::address::Address;
     use crate::upstream::Pool;
-
-    #[test]
-    fn versions_with_suffixes_are_read() {
-        assert_eq!(version("0.5.12.post1"), Some((0, 5, 12)));
-        assert_eq!(version("v0.5.23"), Some((0, 5, 23)));
-        assert_eq!(version("0.5.11rc1"), Some((0, 5, 11)));
-        assert_eq!(version("main"), None);
-    }
 
     #[test]
     fn a_waiting_timeout_that_the_engine_tells_is_taken_in_the_fleets_time() {
@@ -361,7 +379,7 @@ mod tests {
     #[test]
     fn admission_is_told_the_engines_waiting_timeout() {
         let address = Address::parse("http://127.0.0.1:1").expect("an address");
-        let pool = Pool::new(address, Duration::ZERO, Duration::from_secs(2));
+        let pool = Pool::new(address, Duration::ZERO, Duration::from_secs(2), &Arc::default());
         let question = Question {
             pool: &pool,
             role: Role::Decode,

@@ -43,6 +43,7 @@ fn invalid(message: String, advice: &'static str) -> Error {
 /// # Errors
 /// When the address is registered for another role.
 pub fn register(app: &Arc<App>, mut registration: Registration) -> Result<Arc<Entry>, Error> {
+    app.allow.check(&registration.address)?;
     if registration.key.is_none() {
         registration.key.clone_from(&app.worker_key);
     }

@@ -3,9 +3,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use http::{HeaderValue, Method, Request, header};
+use http::{HeaderMap, HeaderValue, Method, Request, Uri, header};
 use hyper::body::Incoming;
-use r3router_core::error::Error;
+use r3router_core::error::{Error, Kind, Source};
 use r3router_core::wire::Route;
 use serde_json::json;
 
@@ -116,7 +116,40 @@ async fn other(app: &Arc<App>, request: Request<Incoming>, edge: &Arc<Edge>) -> 
         receiver.unwanted(incoming);
         return Err(error);
     }
+    if let Err(error) = elsewhere(app, method, path) {
+        receiver.unwanted(incoming);
+        return Err(error);
+    }
     let body = receiver.body(incoming, app.settings.max_payload_size).await?;
+    managed(app, method, uri, headers, body).await
+}
+
+/// Whether this belongs to the admin listener alone.
+fn elsewhere(app: &App, method: &Method, path: &str) -> Result<(), Error> {
+    let reads = matches!(*method, Method::GET | Method::HEAD);
+    let workers = path == "/workers" || path.starts_with("/workers/");
+    let changes =
+        matches!(path, "/add_worker" | "/remove_worker") || (workers && !reads) || control::BROADCAST.contains(&path);
+    if changes && !app.settings.control_on_main_port {
+        return Err(Error::new(
+            Kind::AdminOnly,
+            Source::Client,
+            format!("{path} is answered on the admin listener only"),
+        )
+        .advise("send it to --admin-port with the --admin-api-key, or set --control-on-main-port"));
+    }
+    Ok(())
+}
+
+/// Everything that is no generation, once it may be answered.
+pub(crate) async fn managed(
+    app: &Arc<App>,
+    method: &Method,
+    uri: &Uri,
+    headers: &HeaderMap,
+    body: Bytes,
+) -> Result<Reply, Error> {
+    let path = uri.path();
     match path {
         "/" | "/routes" => Ok(json_reply(200, &routes())),
         "/health_generate" => info::health_generate(app).await,

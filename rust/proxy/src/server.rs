@@ -28,7 +28,7 @@ use crate::edge::{Edge, Held, Overdue, Socket};
 use crate::errors::{Reply, bytes_reply, error_reply, not_found};
 use crate::handover::{Doors, Given, Sockets, Taking};
 use crate::settings::Settings;
-use crate::{discovery, handover, info, registration, routes, tls};
+use crate::{admin, check, discovery, handover, info, registration, routes, tls};
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 4096;
@@ -36,6 +36,8 @@ const BACKLOG: u32 = 4096;
 const SWEEP: Duration = Duration::from_secs(1);
 /// How long a client's connection may be idle after another router has taken over; clients keep theirs for 15 s or less.
 const LINGER: Duration = Duration::from_secs(20);
+/// Pause between tries to get the port of the admin listener.
+const AGAIN: Duration = Duration::from_secs(1);
 /// How long replies may take to leave once the last request has ended.
 const FLUSH: Duration = Duration::from_secs(2);
 
@@ -65,6 +67,7 @@ pub struct Router {
     app: Arc<App>,
     listener: TcpListener,
     metrics: Option<TcpListener>,
+    admin: Option<TcpListener>,
     address: SocketAddr,
     discovery: Option<JoinHandle<()>>,
     taking: Option<Taking>,
@@ -86,18 +89,21 @@ impl Router {
             None => (listen(&settings.host, settings.port).await?, None),
             Some(Sockets { main, metrics }) => (main, metrics),
         };
-        let metrics = match settings.prometheus_port {
-            0 => None,
-            _ if given.is_some() => given,
-            port => match listen(&settings.prometheus_host, port).await {
-                Ok(listener) => Some(listener),
-                // The same series are on the main port; a second router on the host is no reason not to serve.
-                Err(error) => {
-                    tracing::warn!(%error, "no Prometheus port; /metrics on the main port has the same");
-                    None
-                }
-            },
+        // The same series are on the main port; a second router on the host is no reason not to serve.
+        let without = "no Prometheus port; /metrics on the main port has the same";
+        let metrics = match given {
+            Some(given) => Some(given),
+            None => aside(&settings.prometheus_host, settings.prometheus_port, without).await,
         };
+        let without = "no admin listener yet; it is tried again, and --admin-port names another port";
+        let admin = aside(&settings.admin_host, settings.admin_port, without).await;
+        if admin.is_none() && !settings.control_on_main_port && taking.is_none() {
+            let error = io::Error::new(
+                io::ErrorKind::AddrInUse,
+                "and with --no-control-on-main-port nothing else takes workers",
+            );
+            return Err(StartError::Listen(format!("{}:{}", settings.admin_host, settings.admin_port), error));
+        }
         let address = listener.local_addr().map_err(|e| StartError::Listen(settings.host.clone(), e))?;
         if taking.is_some() && ![0, address.port()].contains(&settings.port) {
             let has = format!("the router there listens on {address}, not on port {}", settings.port);
@@ -113,7 +119,7 @@ impl Router {
         if let Some(taking) = &taking {
             taking.register(&app);
         }
-        Ok(Self { app, listener, metrics, address, discovery, taking })
+        Ok(Self { app, listener, metrics, admin, address, discovery, taking })
     }
 
     /// Where it listens.
@@ -128,7 +134,7 @@ impl Router {
 
     /// Serves until `shutdown` is ready, then drains: not ready at once, no new work, up to the grace period for what runs.
     pub async fn run(self, shutdown: impl Future<Output = ()>) {
-        let Self { app, listener, metrics, address, discovery, taking } = self;
+        let Self { app, listener, metrics, admin, address, discovery, taking } = self;
         tracing::info!(%address, pd = app.settings.pd_disaggregation, "listening");
         let (closing, closed) = watch::channel(Closing::No);
         let gate = Arc::clone(&app.gate);
@@ -141,6 +147,7 @@ impl Router {
                 store.sweep();
             }
         });
+        let checking = app.runtime.spawn(check::watch(Arc::clone(&app)));
         let doors = Doors::new(taking.is_none());
         let sockets = [Some(&listener), metrics.as_ref()].into_iter().flatten();
         let sockets: io::Result<Vec<OwnedFd>> = sockets.map(|s| s.as_fd().try_clone_to_owned()).collect();
@@ -148,11 +155,16 @@ impl Router {
             app.runtime.spawn(accept(Arc::clone(&app), listener, doors.watch(), closed.clone(), serve_main));
         let scraping = metrics
             .map(|m| app.runtime.spawn(accept(Arc::clone(&app), m, doors.watch(), closed.clone(), serve_metrics)));
+        let managing = app.runtime.spawn(manage(Arc::clone(&app), admin, closed.clone()));
         let given = tokio::select! {
             () = shutdown => None,
             given = overlap(&app, taking, sockets, &doors, closed) => Some(given),
         };
         app.drain.start();
+        if given.is_some() {
+            // The next router waits for its port.
+            managing.abort();
+        }
         let grace = app.settings.shutdown_grace_period_secs;
         tracing::info!(live = app.metrics.live(), grace_s = grace.as_secs_f64(), "draining");
         let until = Instant::now() + grace;
@@ -172,6 +184,7 @@ impl Router {
         if let Some(scraping) = scraping {
             scraping.abort();
         }
+        managing.abort();
         let _ = closing.send(Closing::Idle);
         if left == 0 {
             wait_until(FLUSH, || app.metrics.connections.load(Ordering::Relaxed) == 0).await;
@@ -183,6 +196,7 @@ impl Router {
         if let Some(discovery) = discovery {
             discovery.abort();
         }
+        checking.abort();
         timer.abort();
         sweeping.abort();
         looking.abort();
@@ -245,6 +259,41 @@ fn register_named(app: &Arc<App>) -> Result<(), Error> {
         registration::register(app, registration::plain(&worker.0, Role::Decode, None)?)?;
     }
     Ok(())
+}
+
+/// Serves the admin listener; tries to get its port while another has it, as the router before this one does until it has ended.
+async fn manage(app: Arc<App>, admin: Option<TcpListener>, closed: watch::Receiver<Closing>) {
+    let (host, port) = (&app.settings.admin_host, app.settings.admin_port);
+    if port == 0 {
+        return;
+    }
+    let mut found = admin;
+    let admin = loop {
+        match found {
+            Some(admin) => break admin,
+            None => tokio::time::sleep(AGAIN).await,
+        }
+        found = listen(host, port).await.ok();
+    };
+    if let Ok(at) = admin.local_addr() {
+        tracing::info!("the admin listener is at http://{at}");
+    }
+    let open = Doors::new(true);
+    accept(Arc::clone(&app), admin, open.watch(), closed, serve_admin).await;
+}
+
+/// A listener that the router can do without: `None` for port 0, and when it cannot be had, with a warning that says `without`.
+async fn aside(host: &str, port: u16, without: &str) -> Option<TcpListener> {
+    if port == 0 {
+        return None;
+    }
+    match listen(host, port).await {
+        Ok(listener) => Some(listener),
+        Err(error) => {
+            tracing::warn!(%error, "{without}");
+            None
+        }
+    }
 }
 
 async fn listen(host: &str, port: u16) -> Result<TcpListener, StartError> {
@@ -382,6 +431,11 @@ async fn serve_metrics(app: Arc<App>, stream: TcpStream, closed: watch::Receiver
         }
     })
     .await;
+}
+
+async fn serve_admin(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<Closing>) {
+    let answered = Arc::clone(&app);
+    connection(app, stream, closed, move |request, edge| admin::answer(Arc::clone(&answered), request, edge)).await;
 }
 
 async fn connection<T, S, F>(app: Arc<App>, stream: T, mut closed: watch::Receiver<Closing>, answer: S)

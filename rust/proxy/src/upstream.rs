@@ -21,6 +21,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
 use crate::address::Address;
+use crate::allow::Allow;
 use crate::body::{PiecesBody, WireStats};
 use crate::tls::{ClientTls, Stream};
 
@@ -180,6 +181,7 @@ pub struct PoolStats {
 /// The connections to one engine.
 pub struct Pool {
     address: Address,
+    allow: Arc<Allow>,
     idle: Mutex<Vec<Idle>>,
     idle_timeout: Duration,
     connect_timeout: Duration,
@@ -196,9 +198,9 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// Connections to `address`, kept idle for at most `idle_timeout`.
-    pub fn new(address: Address, idle_timeout: Duration, connect_timeout: Duration) -> Arc<Self> {
-        Self::secured(address, idle_timeout, connect_timeout, None)
+    /// Connections to `address`, kept idle for at most `idle_timeout`, to nobody but whom `allow` lets be a worker.
+    pub fn new(address: Address, idle_timeout: Duration, connect_timeout: Duration, allow: &Arc<Allow>) -> Arc<Self> {
+        Self::secured(address, idle_timeout, connect_timeout, None, allow)
     }
 
     /// As [`Pool::new`]; `tls` is spoken when the address says so.
@@ -207,9 +209,11 @@ impl Pool {
         idle_timeout: Duration,
         connect_timeout: Duration,
         tls: Option<Arc<ClientTls>>,
+        allow: &Arc<Allow>,
     ) -> Arc<Self> {
         Arc::new(Self {
             address,
+            allow: Arc::clone(allow),
             idle: Mutex::default(),
             idle_timeout,
             connect_timeout,
@@ -217,6 +221,11 @@ impl Pool {
             closed: AtomicBool::new(false),
             stats: PoolStats::default(),
         })
+    }
+
+    /// Whom it may connect to.
+    pub fn allow(&self) -> &Arc<Allow> {
+        &self.allow
     }
 
     /// The engine's address.
@@ -296,9 +305,17 @@ impl Pool {
     }
 
     async fn dial(&self) -> io::Result<Stream> {
+        let host = &*self.address.host;
         let io = match self.address.literal {
-            Some(literal) => TcpStream::connect(literal).await?,
-            None => TcpStream::connect((&*self.address.host, self.address.port)).await?,
+            Some(literal) => {
+                self.allow.pick(host, std::iter::once(literal))?;
+                TcpStream::connect(literal).await?
+            }
+            // Looked up anew at every connect, and what was looked up is what is connected to.
+            None => {
+                let found = tokio::net::lookup_host((host, self.address.port)).await?;
+                TcpStream::connect(&*self.allow.pick(host, found)?).await?
+            }
         };
         // Small bodies must not wait for an acknowledgement of the previous segment.
         io.set_nodelay(true)?;

@@ -1,5 +1,6 @@
 //! The registered engines: one entry per engine process address, whatever spelling it was named by, and its state from
 //! pending to active, failed or removed.
+use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -67,6 +68,44 @@ pub struct Registration {
     pub extra: Map<String, Value>,
 }
 
+/// Which ranks a person took out of choice. It outlives the engine's restarts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Drained {
+    /// All of them, however many there will be.
+    pub all: bool,
+    /// Those.
+    pub ranks: BTreeSet<u16>,
+}
+
+impl Drained {
+    /// Whether `rank` is out.
+    pub fn holds(&self, rank: u16) -> bool {
+        self.all || self.ranks.contains(&rank)
+    }
+
+    /// Those of an engine with so many ranks.
+    pub fn of(&self, ranks: u16) -> Vec<u16> {
+        (0..ranks).filter(|rank| self.holds(*rank)).collect()
+    }
+
+    /// Takes one rank of `ranks` out or back in, or all of them.
+    pub fn set(&mut self, rank: Option<u16>, drained: bool, ranks: u16) {
+        match rank {
+            None => *self = Self { all: drained, ranks: BTreeSet::new() },
+            Some(rank) => {
+                if self.all {
+                    *self = Self { all: false, ranks: (0..ranks).collect() };
+                }
+                if drained {
+                    self.ranks.insert(rank)
+                } else {
+                    self.ranks.remove(&rank)
+                };
+            }
+        }
+    }
+}
+
 /// What is known of an entry now.
 #[derive(Clone, Debug)]
 pub struct State {
@@ -80,6 +119,8 @@ pub struct State {
     pub found: Option<Arc<Found>>,
     /// Whether health checks have taken it out of choice.
     pub ejected: bool,
+    /// What a person took out of choice.
+    pub drained: Drained,
     /// When the phase was entered.
     pub since: Instant,
     /// `model_id`, `labels`, `priority`, `cost` as registered or changed since.
@@ -122,6 +163,13 @@ impl Entry {
     pub fn healthy(&self) -> bool {
         let state = self.state.lock();
         state.phase == Phase::Active && !state.ejected
+    }
+
+    /// Whether new requests may go to any of its ranks.
+    pub fn in_choice(&self) -> bool {
+        let state = self.state.lock();
+        let ranks = state.found.as_ref().map_or(1, |f| f.ranks);
+        state.phase == Phase::Active && !state.ejected && state.drained.of(ranks).len() < usize::from(ranks)
     }
 
     /// Changes of the phase.
@@ -232,6 +280,7 @@ impl Registry {
                 worker: None,
                 found: None,
                 ejected: false,
+                drained: Drained::default(),
                 since: Instant::now(),
                 extra,
             }),
@@ -277,14 +326,21 @@ impl Registry {
         let entries = self.all();
         for &role in roles {
             let of: Vec<_> = entries.iter().filter(|e| e.registration.role == role).collect();
-            if of.is_empty() || of.iter().any(|e| e.healthy()) {
+            if of.is_empty() || of.iter().any(|e| e.in_choice()) {
                 continue;
             }
             let mut message = format!("{} {} registered, 0 healthy", of.len(), role_name(role));
             for (at, entry) in of.iter().take(EXPLAINED).enumerate() {
                 let state = entry.state();
                 let why: String = state.message.chars().take(EXPLAINED_CHARS).collect();
-                let phase = if state.ejected { "unhealthy" } else { state.phase.name() };
+                let drained = state.phase == Phase::Active && !state.ejected;
+                let phase = if drained {
+                    "drained"
+                } else if state.ejected {
+                    "unhealthy"
+                } else {
+                    state.phase.name()
+                };
                 let begin = if at == 0 { ": " } else { "; " };
                 let _ = write!(message, "{begin}{} is {phase} ({why})", entry.registration.shown);
             }
@@ -303,7 +359,7 @@ impl Registry {
 
     /// Entries of a role that can serve.
     pub fn healthy(&self, role: Role) -> usize {
-        self.entries.read().iter().filter(|e| e.registration.role == role && e.healthy()).count()
+        self.entries.read().iter().filter(|e| e.registration.role == role && e.in_choice()).count()
     }
 }
 
@@ -322,7 +378,7 @@ fn new_id() -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{Phase, Registration, Registry, new_id};
+    use super::{Drained, Phase, Registration, Registry, new_id};
     use crate::address::Address;
     use r3router_core::topology::Role;
 
@@ -391,6 +447,20 @@ mod tests {
         assert_eq!((error.limit, error.measured, error.http_status()), (Some(1.0), Some(0.0), 503));
         registry.all()[5].change(|s| s.phase = Phase::Active);
         assert_eq!(asked().message, "no decode worker is registered", "one is healthy, so that was not the reason");
+    }
+
+    #[test]
+    fn a_rank_comes_back_out_of_a_drained_worker_and_the_rest_stay_out() {
+        let mut drained = Drained::default();
+        drained.set(None, true, 4);
+        assert_eq!(drained.of(4), [0, 1, 2, 3]);
+        assert_eq!(drained.of(8).len(), 8, "all, however many there are after a restart");
+        drained.set(Some(2), false, 4);
+        assert_eq!(drained.of(4), [0, 1, 3]);
+        drained.set(Some(2), true, 4);
+        assert_eq!(drained.of(4), [0, 1, 2, 3]);
+        drained.set(None, false, 4);
+        assert_eq!(drained, Drained::default());
     }
 
     #[test]

@@ -1,4 +1,5 @@
 //! `r3router._core`: registers the binding; each verb lives in a file of its own and holds no logic.
+mod check;
 mod demo;
 mod emulate;
 mod errors;
@@ -19,6 +20,8 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(settings::settings_schema, m)?)?;
     m.add_function(wrap_pyfunction!(settings::peer_flags, m)?)?;
     m.add_function(wrap_pyfunction!(settings::check_settings, m)?)?;
+    m.add_function(wrap_pyfunction!(check::check_fleet, m)?)?;
+    m.add_function(wrap_pyfunction!(reference::checks_page, m)?)?;
     m.add_function(wrap_pyfunction!(reference::settings_page, m)?)?;
     m.add_function(wrap_pyfunction!(reference::flags_page, m)?)?;
     m.add_function(wrap_pyfunction!(reference::errors_page, m)?)?;

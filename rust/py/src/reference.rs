@@ -3,6 +3,12 @@ use pyo3::prelude::*;
 
 use crate::errors::RunError;
 
+/// The page of everything that `check` finds.
+#[pyfunction]
+pub(crate) fn checks_page() -> String {
+    r3router_proxy::check::page()
+}
+
 /// The settings page.
 #[pyfunction]
 pub(crate) fn settings_page() -> String {

@@ -114,7 +114,7 @@ impl Admission {
         for _ in 0..count {
             *turn = (*turn + 1) % count;
             let rank = &self.fleet.ranks[*turn];
-            let draining = self.fleet.workers[rank.worker as usize].as_ref().is_none_or(|w| w.draining);
+            let draining = self.fleet.workers[rank.worker as usize].as_ref().is_none_or(|w| w.draining || rank.drained);
             if rank.live && rank.role == role && !draining {
                 return Some(*turn as u32);
             }

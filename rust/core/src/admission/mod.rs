@@ -265,6 +265,22 @@ pub struct RankView {
     pub uncached_tokens: u64,
     /// R3 text bytes about to leave the engine.
     pub r3_bytes: u64,
+    /// Requests that decode there by the last report; `None` without one.
+    pub running: Option<u32>,
+    /// Requests that wait there by the last report, whoever sent them; on decode also those in transfer.
+    pub waiting: Option<u32>,
+    /// Request rows in all; `i64::MAX` without a limit.
+    pub rows: i64,
+    /// Requests that the state slots admit in all; `i64::MAX` for models without state.
+    pub mamba: i64,
+    /// KV pool, tokens; `i64::MAX` when it is not known.
+    pub kv: i64,
+    /// `closed`, `open`, or `half_open` while a probe decides.
+    pub breaker: &'static str,
+    /// A person took the rank out of choice.
+    pub drained: bool,
+    /// Health checks took the worker out of choice.
+    pub unhealthy: bool,
     /// Why the rank is closed, or "" when it is open.
     pub closed: &'static str,
     /// Age of the last report, seconds; negative when there was none.

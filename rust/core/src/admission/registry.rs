@@ -43,6 +43,20 @@ impl Admission {
         self.dirty = true;
     }
 
+    /// Takes ranks out of choice without touching their open attempts, or back in: a person's wish, apart from what health checks say.
+    /// Ranks that the worker does not have are passed over.
+    pub fn set_drained(&mut self, id: WorkerId, ranks: &[u16], drained: bool) {
+        let Some(index) = self.fleet.worker(id) else { return };
+        let Some(Some(worker)) = self.fleet.workers.get(index as usize) else { return };
+        for &rank in ranks {
+            if let Some(&slot) = worker.ranks.get(usize::from(rank)) {
+                self.fleet.ranks[slot as usize].drained = drained;
+            }
+        }
+        self.fleet.update_worker(index, self.last_tick);
+        self.dirty = true;
+    }
+
     /// Bytes of the arena that are held for references beyond their requests. R3 requests wait while they leave too little.
     pub fn set_arena_kept(&mut self, bytes: u64) {
         self.dirty |= bytes < self.arena_kept;

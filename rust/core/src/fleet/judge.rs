@@ -18,7 +18,7 @@ impl Fleet {
         if (rank.role == Role::Regular) == self.is_pd() {
             return Err(Reason::Mode);
         }
-        if worker.draining {
+        if worker.draining || rank.drained {
             return Err(Reason::Draining);
         }
         if !worker.breaker.admits() {

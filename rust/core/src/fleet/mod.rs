@@ -141,7 +141,13 @@ impl Fleet {
     /// Whether this is the only worker of its role that takes requests.
     pub(crate) fn is_last(&self, index: u32) -> bool {
         let Some(Some(worker)) = self.workers.get(index as usize) else { return false };
-        !self.of_role(worker.role).any(|w| w.id != worker.id && w.breaker.admits() && !w.draining)
+        let in_choice = |w: &Worker| w.breaker.admits() && !w.draining && !self.is_drained(w);
+        !self.of_role(worker.role).any(|w| w.id != worker.id && in_choice(w))
+    }
+
+    /// Whether every rank of it was taken out of choice by a person.
+    pub(crate) fn is_drained(&self, worker: &Worker) -> bool {
+        worker.ranks.iter().all(|&slot| self.ranks[slot as usize].drained)
     }
 
     pub(crate) fn add(&mut self, spec: WorkerSpec, now: Moment) -> WorkerId {
@@ -170,6 +176,7 @@ impl Fleet {
                 learned: UNBOUNDED,
                 closed: Reason::Mode,
                 held: false,
+                drained: false,
                 // Several routers before the same engines must not all begin with the same rank and go on in step.
                 turn: self.random.next() % FIRST_TURN,
             };

@@ -51,6 +51,8 @@ pub(crate) struct Rank {
     pub(crate) closed: Reason,
     /// Kept for a request that was overtaken too often.
     pub(crate) held: bool,
+    /// A person took it out of choice.
+    pub(crate) drained: bool,
     /// Rises with each binding of the fleet; that of the last one to this rank.
     pub(crate) turn: u64,
 }

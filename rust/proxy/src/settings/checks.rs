@@ -1,8 +1,17 @@
 //! Values that are fine alone and contradict each other.
 use std::collections::{BTreeMap, HashSet};
 
+use crate::address::Address;
+use crate::allow::Allow;
+
 use super::error::{Origin, SettingsError};
 use super::table::Settings;
+
+/// Whether only this machine can connect to a listener there.
+fn is_loopback(host: &str) -> bool {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    bare.parse::<std::net::IpAddr>().map_or(bare.eq_ignore_ascii_case("localhost"), |ip| ip.is_loopback())
+}
 
 /// Appends every contradiction to `errors`, and what is harmless to `warnings`.
 pub(super) fn contradictions(
@@ -91,6 +100,35 @@ pub(super) fn contradictions(
     }
     if s.port != 0 && s.port == s.prometheus_port {
         wrong("prometheus_port", format!("port {} is the router's own", s.port), "choose another port for metrics");
+    }
+    if s.admin_port != 0 {
+        for (other, whose) in [(s.port, "the router's own"), (s.prometheus_port, "that of --prometheus-port")] {
+            if s.admin_port == other {
+                wrong("admin_port", format!("port {other} is {whose}"), "choose another port for the admin listener");
+            }
+        }
+        if s.admin_api_key.is_none() && !is_loopback(&s.admin_host) {
+            wrong(
+                "admin_host",
+                format!("`{}` can be reached from other machines, and there is no key", s.admin_host),
+                "set --admin-api-key (or R3ROUTER_ADMIN_API_KEY), or listen on 127.0.0.1",
+            );
+        }
+    } else if !s.control_on_main_port {
+        wrong(
+            "control_on_main_port",
+            "there is no admin listener either, so nothing could register a worker".to_owned(),
+            "set --admin-port, or leave --control-on-main-port on",
+        );
+    }
+    let allow = Allow::new(&s.worker_allow);
+    let named = s.worker_urls.iter().map(|w| ("worker_urls", w));
+    let named =
+        named.chain(s.prefill.iter().map(|w| ("prefill", &w.url))).chain(s.decode.iter().map(|w| ("decode", w)));
+    for (name, url) in named {
+        if let Some(Err(error)) = Address::parse(&url.0).ok().map(|a| allow.check(&a)) {
+            wrong(name, error.message.into_owned(), "name an engine, or add the host to --worker-allow");
+        }
     }
     if !s.health_check_endpoint.starts_with('/') {
         wrong("health_check_endpoint", format!("`{}` is not a path", s.health_check_endpoint), "begin it with /");

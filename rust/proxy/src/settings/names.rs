@@ -1,6 +1,8 @@
 //! The types of settings that are more than a number or a text.
 use std::fmt;
 
+pub use crate::allow::AllowedHost;
+
 /// Declares an enum whose values are written by name.
 macro_rules! names {
     ($(#[doc = $doc:literal])+ $type:ident { $( $(#[doc = $help:literal])+ $variant:ident = $name:literal, )+ }) => {

@@ -6,7 +6,9 @@ use std::time::Duration;
 use r3router_core::admission::WindowMode;
 
 use super::declare::{Row, Unit, settings};
-use super::names::{Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl};
+use super::names::{
+    AllowedHost, Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl,
+};
 use super::sources::Merge;
 use super::value::Value;
 
@@ -36,6 +38,9 @@ settings! {
         worker_startup_check_interval: Duration = Duration::from_secs(30); unit(Unit::Secs); peer("30"); range(0.01, DAY),
         /// Key sent to engines as `Authorization: Bearer`, when the client's own is not to be passed on.
         worker_api_key: Option<Secret> = None,
+        /// Who may be a worker, named here or registered later: hosts, `*.domains`, addresses and networks such as `10.0.0.0/8`. Left out, any
+        /// address but link-local ones. Addresses at which clouds hand out credentials never are. Names are looked up at every connect.
+        worker_allow: Vec<AllowedHost> = Vec::new(),
     }
     "Discovery in Kubernetes" => {
         /// Find engines by asking the API server. The service account needs a role with list and watch of pods (or of endpoint slices).
@@ -219,6 +224,18 @@ settings! {
         prometheus_duration_buckets: Vec<f64> = Vec::new(); peer("None"),
         /// Port of the Prometheus metrics; they are served on the router's own port too. 0 leaves only that.
         prometheus_port: u16 = 29000; peer("29000"),
+    }
+    "Admin listener" => {
+        /// Address of the admin listener: status page, live table, drain, findings, worker API and control, metrics. Beyond loopback it needs
+        /// `--admin-api-key`.
+        admin_host: String = "127.0.0.1".to_owned(),
+        /// Its port; 0 is no admin listener.
+        admin_port: u16 = 29001,
+        /// Key that it wants as `Authorization: Bearer`.
+        admin_api_key: Option<Secret> = None,
+        /// Answer what changes the fleet (registering and removing workers, pause, weights, flush) on the main port too, as trainers need it.
+        /// Off, only the admin listener does.
+        control_on_main_port: bool = true,
     }
     "Process" => {
         /// For emulated fleets only (`r3router emulate --scale N`, whose clocks run N times as fast and whose sizes are N times smaller): the

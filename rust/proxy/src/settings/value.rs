@@ -5,7 +5,9 @@ use r3router_core::admission::WindowMode;
 use serde_json::{Value as Json, json};
 
 use super::declare::{Arity, Unit};
-use super::names::{Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl};
+use super::names::{
+    AllowedHost, Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl,
+};
 use super::nearest::nearest;
 use super::quantity::{parse_bytes, parse_duration, show_bytes, show_duration};
 use crate::address::Address;
@@ -226,6 +228,18 @@ impl Value for Secret {
     }
     fn show(&self) -> Json {
         json!("***")
+    }
+}
+
+impl Value for Vec<AllowedHost> {
+    const ARITY: Arity = Arity::Many;
+    const METAVAR: &'static str = "HOST|NET...";
+    const EXPECTS: &'static str = "a list of hosts, *.domains, addresses and networks";
+    fn read(raw: &Json, _: Unit) -> Result<Self, String> {
+        words(raw)?.iter().map(|text| AllowedHost::parse(text)).collect()
+    }
+    fn show(&self) -> Json {
+        self.iter().map(|a| json!(a.to_string())).collect()
     }
 }
 

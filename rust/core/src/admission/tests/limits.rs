@@ -168,6 +168,27 @@ fn a_draining_worker_takes_nothing_new() {
 }
 
 #[test]
+fn a_drained_rank_takes_nothing_new_and_its_sister_goes_on() {
+    let (mut lab, _, d) = Lab::pd(AdmissionConfig::default(), 1, 2, EngineFacts::default());
+    lab.a.set_drained(d, &[0, 7], true);
+    for _ in 0..6 {
+        lab.submit(ask(1), 0.0);
+    }
+    let bound = lab.poll(0.0);
+    assert!(!bound.is_empty() && bound.iter().all(|b| b.decode.rank == 1), "{bound:?}");
+    let view = lab.a.snapshot(t(0.0));
+    let drained: Vec<_> = view.ranks.iter().filter(|r| r.role == "decode").map(|r| (r.drained, r.closed)).collect();
+    assert_eq!(drained[0], (true, "draining"));
+    assert!(!drained[1].0);
+    // A health check that passes again is no reason to undo a person's wish.
+    lab.a.set_draining(d, true);
+    lab.a.set_draining(d, false);
+    assert_eq!(lab.a.snapshot(t(0.0)).ranks[1].closed, "draining");
+    lab.a.set_drained(d, &[0], false);
+    assert_eq!(lab.a.snapshot(t(0.0)).ranks[1].closed, "");
+}
+
+#[test]
 fn a_pool_that_is_said_to_be_larger_holds_no_more_than_the_last_report_had_free() {
     let facts = |slots| EngineFacts { mamba_slots: Some(slots), reports_load: true, ..EngineFacts::default() };
     let mut lab = Lab::new(AdmissionConfig::default());
