@@ -84,6 +84,12 @@ test-sglang: build ## Tests against real SGLang engines on the CPU; builds their
 	    printf '\n== Once more, only what failed\n'; \
 	    "$(BIN)/python" -m pytest --quiet tests/sglang --last-failed --last-failed-no-failures none; }
 
+.PHONY: test-page
+test-page: build ## The status page in headless Chromium; gets Debian's package when it is missing. PICTURES=DIR keeps its picture.
+	$(call say,Testing the status page in a browser)
+	command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium fonts-dejavu-core; }
+	TEST_BROWSER_REQUIRED=1 $(if $(PICTURES),TEST_PICTURES="$(abspath $(PICTURES))") "$(BIN)/python" -m pytest --quiet tests/proxy/test_page.py
+
 .PHONY: deploy-tools
 deploy-tools: $(STAMP) $(TOOLS)/bin/helm $(TOOLS)/bin/kustomize $(TOOLS)/bin/promtool ## Get helm and kustomize (Go), promtool (Debian) and the schemas (PyPI).
 	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check "kubernetes-validate>=1.30" "pyyaml>=6"

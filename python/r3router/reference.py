@@ -13,6 +13,7 @@ from r3router.native import core
 
 CHART: Final = "deploy/helm/r3router"
 PAGES: Final[dict[str, Callable[[], str]]] = {
+    "python/ADMIN.md": core.admin_page,
     "python/CHECKS.md": core.checks_page,
     "python/SETTINGS.md": core.settings_page,
     "python/FLAGS.md": core.flags_page,

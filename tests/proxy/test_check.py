@@ -278,3 +278,11 @@ async def test_serve_logs_the_same_findings_once_its_engines_are_there(lab: Lab)
     text = router.log.read_text()
     assert text.count("pair.page_size") == 1
     assert "start all engines with the same --page-size" in text
+    # And a person may ask it, with no engine named.
+    for _ in range(100):
+        status, report = await check("--admin", f"127.0.0.1:{router.admin_port}")
+        if report["worst"]:
+            break
+    assert (status, report["worst"]) == (1, "error")
+    assert [f["code"] for f in report["findings"] if f["severity"] == "error"] == ["pair.page_size"]
+    assert [(e["role"], e["ranks"], e["version"]) for e in report["engines"]] == [("prefill", 1, "0.5.23"), ("decode", 1, "0.5.23")]

@@ -8,6 +8,7 @@ from collections import Counter
 from scripted.acts import answer, never, refusal, rst
 from scripted.calls import GENERATE, until
 from scripted.client import Client, encode
+from scripted.fleet import Fleet
 from scripted.lab import Lab
 from scripted.metrics import Metrics
 from scripted.router import Router
@@ -167,3 +168,44 @@ async def test_legs_are_booked_on_the_worker_that_did_it(lab: Lab) -> None:
     assert metrics.sum("r3router_legs_total", worker=fleet.d.url, result="server") == 1
     assert metrics.sum("r3router_legs_total", worker=fleet.p.url, result="server") == 0
     assert metrics.sum("r3router_legs_total", worker=fleet.p.url, result="cancelled") == 1
+
+
+def series(metrics: Metrics) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    return {(s.name, tuple(sorted(s.labels.items()))) for s in metrics.samples}
+
+
+async def test_met_1_a_thousand_workers_that_came_and_went_leave_no_series(lab: Lab) -> None:
+    fleet = await lab.pd(decodes=4, decode={"dp_size": 8})
+    router = await lab.router(Fleet([fleet.p, fleet.d]), "--worker-startup-check-interval", "5")
+    client = router.client
+    assert (await client.generate(**GENERATE)).status == 200
+    await router.zero_check()
+    at_start = series(await router.metrics())
+    # Most never answer; three do, so that series of ranks and legs come and go too.
+    answers = [await client.post("/workers", {"url": engine.url, "worker_type": "decode"}) for engine in fleet.decodes[1:]]
+    ids = [got.json()["worker_id"] for got in answers]
+    for number in range(1000 - len(ids)):
+        body = {"url": f"http://127.1.{number // 250}.{number % 250 + 1}:9", "worker_type": "decode"}
+        got = await client.post("/workers", body)
+        assert got.status == 202
+        ids.append(got.json()["worker_id"])
+    assert len(set(ids)) == 1000
+    for _ in range(400):
+        there = await router.metrics()
+        ranks = {(s.labels["worker"], s.labels["rank"]) for s in there.get("r3router_rank_open")}
+        if len(ranks) == 1 + 4 * 8:
+            break
+        await asyncio.sleep(0.05)
+    assert len(ranks) == 33
+    assert len(there.get("r3router_worker_up")) == 1002
+    await asyncio.gather(*(client.generate(**GENERATE) for _ in range(30)))
+    assert any(engine.legs for engine in fleet.decodes[1:])
+    for worker_id in ids:
+        assert (await client.delete(f"/workers/{worker_id}")).status == 202
+    for _ in range(400):
+        left = series(await router.metrics())
+        if left == at_start:
+            break
+        await asyncio.sleep(0.05)
+    assert left == at_start
+    assert (await client.generate(**GENERATE)).status == 200

@@ -153,6 +153,10 @@ class Engine:
     """Replies leave in pieces of so many bytes; 0: in one."""
     script: Script | None = None
     healthy: Callable[[], bool] | None = None
+    health_hangs_s: float = 0.0
+    """How long a health check takes, as that of a busy engine."""
+    control_answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    """What a control path is answered, instead of 200."""
     edit_loads: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
     edit_info: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     edit_model: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -598,6 +602,8 @@ class Engine:
         if path in ("/model_info", "/get_model_info"):
             return await exchange.reply(200, orjson.dumps(self.model_info()))
         if path in ("/health", "/health_generate", "/ready"):
+            if self.health_hangs_s:
+                await asyncio.sleep(self.health_hangs_s)
             good = self.healthy() if self.healthy else True
             return await exchange.reply(200 if good else 503, b"")
         if path == "/metrics":
@@ -606,6 +612,9 @@ class Engine:
         if path == "/v1/models":
             models = {"object": "list", "data": [{"id": "m", "object": "model", "created": replies.CREATED, "owned_by": "sglang"}]}
             return await exchange.reply(200, orjson.dumps(models))
+        if path in self.control_answers:
+            status, said = self.control_answers[path]
+            return await exchange.reply(status, orjson.dumps(said))
         if request.method == "POST":
             return await exchange.reply(200, orjson.dumps({"success": True, "message": f"{path} at {self.name}"}))
         return await exchange.reply(404, orjson.dumps({"detail": "Not Found"}))

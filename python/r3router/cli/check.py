@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import textwrap
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import click
 
@@ -24,8 +24,10 @@ WIDTH: Final = 100
 INDENT: Final = " " * 4
 
 
-def run(config: str | None, as_json: bool, quick: bool, prompt_tokens: int | None, **values: Any) -> None:
+def run(config: str | None, admin: str | None, as_json: bool, quick: bool, prompt_tokens: int | None, **values: Any) -> None:
     """Asks, prints and leaves."""
+    if admin:
+        finish(running(admin, values.get("admin_api_key")), as_json)
     env = {name: value for name, value in os.environ.items() if name.startswith("R3ROUTER_")}
     sources = json.dumps({"flags": given(values), "env": env, "config": config})
     # The core asks without the interpreter, which could not act on the signal meanwhile.
@@ -39,8 +41,33 @@ def run(config: str | None, as_json: bool, quick: bool, prompt_tokens: int | Non
     except core.RunError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)
+    finish(report, as_json)
+
+
+def finish(report: dict[str, Any], as_json: bool) -> NoReturn:
+    """Prints the report and leaves."""
     click.echo(json.dumps(report, indent=2) if as_json else text(report))
     sys.exit(1 if report["worst"] else 0)
+
+
+def running(url: str, key: str | None) -> dict[str, Any]:
+    """What a running router has found of the engines that it has, those that came as pods too."""
+    from r3router.live.admin import Admin, AdminError
+
+    listener = Admin(url, key or os.environ.get("R3ROUTER_ADMIN_API_KEY"))
+    try:
+        findings, ranks = listener.get("/admin/findings")["findings"], listener.get("/admin/ranks")["ranks"]
+    except AdminError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    workers: dict[str, dict[str, Any]] = {}
+    for rank in ranks:
+        there = rank["rank"] is not None
+        known = {"url": rank["url"], "role": rank["role"], "answers": there, "why": rank["why"], "ranks": 0, "version": rank["version"]}
+        worker = workers.setdefault(rank["worker"], {**known, "model": None, "rows_per_rank": rank["rows"], "tokens_per_rank": rank["kv"]})
+        worker["ranks"] += there
+    worst = next((s for s in ("error", "warning") if any(f["severity"] == s for f in findings)), None)
+    return {"warnings": [], "engines": list(workers.values()), "findings": findings, "worst": worst}
 
 
 def text(report: dict[str, Any]) -> str:
@@ -101,6 +128,12 @@ command = SettingsCommand(
             ["--prompt-tokens"],
             type=click.IntRange(1),
             help="Tokens of a typical prompt, for what routing payloads weigh. Left out: what fills a row's share of decode's KV pool.",
+        ),
+        click.Option(
+            ["--admin"],
+            metavar="URL",
+            envvar="R3ROUTER_ADMIN_URL",
+            help="Ask a running router's admin listener instead, for the engines that it has, pods too.",
         ),
         click.Option(["--quick"], is_flag=True, help="Do not watch idle connections, which takes --upstream-idle-secs."),
         click.Option(["--json", "as_json"], is_flag=True, help="Print the report as JSON."),

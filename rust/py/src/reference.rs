@@ -9,6 +9,12 @@ pub(crate) fn checks_page() -> String {
     r3router_proxy::check::page()
 }
 
+/// The page of the admin listener.
+#[pyfunction]
+pub(crate) fn admin_page() -> String {
+    r3router_proxy::admin::page()
+}
+
 /// The settings page.
 #[pyfunction]
 pub(crate) fn settings_page() -> String {

@@ -29,7 +29,8 @@ fn roles(fleet: &mut Fleet<'_>) {
     let needed: &[Role] =
         if fleet.settings.pd_disaggregation { &[Role::Prefill, Role::Decode] } else { &[Role::Regular] };
     for role in needed {
-        if fleet.engines.iter().any(|e| e.role == *role) {
+        // Pods come by themselves.
+        if fleet.settings.service_discovery || fleet.engines.iter().any(|e| e.role == *role) {
             continue;
         }
         let advice = match role {

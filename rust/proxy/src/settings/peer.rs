@@ -54,7 +54,7 @@ const fn ignored(name: &'static str, arity: Arity, default: &'static str, reason
 const PREFIXES: &str =
     "prefixes are kept as hashes of token blocks in a table of fixed size; no text tree grows, balances or is swept";
 const KEYS: &str = "keys are served fairly and in order on the ranks that have room; no table of keys has to be swept";
-const CONTROL_LATER: &str = "separate keys for the control plane come with a later release; --api-key protects all routes but health and metrics";
+const CONTROL_LATER: &str = "there are no roles and no tokens of an identity provider: one key for the admin listener is --admin-api-key, and --no-control-on-main-port leaves control to it";
 const ENGINES_TOKENISE: &str = "requests pass as they are and the engines tokenise";
 const ENGINES_PARSE: &str = "replies pass as they are and the engines parse; give the engines this flag";
 const NO_HISTORY: &str = "it is read with a database behind --history-backend only, which is refused";
