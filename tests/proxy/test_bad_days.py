@@ -11,7 +11,7 @@ from scripted.calls import GENERATE, statuses, until
 from scripted.client import Client
 from scripted.lab import Lab
 
-QUICK = ["--health-check-interval-secs", "0.1", "--health-check-timeout-secs", "0.1", "--health-failure-threshold", "2"]
+QUICK = ["--health-check-interval-secs", "0.3", "--health-check-timeout-secs", "0.3", "--health-failure-threshold", "2"]
 
 
 async def worker(client: Client, url: str) -> dict[str, Any]:
@@ -60,7 +60,8 @@ async def test_wrk_2_a_killed_engine_is_met_three_times_at_most_and_is_used_agai
 
 
 async def test_hlt_1_an_engine_whose_health_hangs_while_tokens_flow_stays_in_choice(lab: Lab) -> None:
-    fleet, router, client = await lab.serve(*QUICK, decodes=2, decode={"run_s": 2.0})
+    # Tokens come in small pieces, several in the time of a check.
+    fleet, router, client = await lab.serve(*QUICK, decodes=2, decode={"run_s": 2.0, "write_bytes": 16})
     for engine in fleet.decodes:
         engine.health_hangs_s = 25.0
     for _ in range(2):
@@ -80,7 +81,7 @@ async def test_hlt_1_of_two_silent_engines_one_goes_and_the_last_of_a_role_stays
     for engine in fleet.decodes:
         engine.health_hangs_s = 25.0
     await until(lambda: "unhealthy, taken out of choice" in router.tail(1 << 24), "one is taken out")
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(2.0)
     out = [e for e in fleet.decodes if not (await worker(client, e.url))["is_healthy"]]
     assert len(out) == 1, "the last one stays, however slow"
     assert (await client.get("/readiness")).status == 200
@@ -95,7 +96,7 @@ async def test_hlt_1_during_a_known_pause_missing_health_is_no_death(lab: Lab) -
     assert (await client.post("/pause_generation", {"mode": "retract"})).status == 200
     for engine in fleet.engines:
         engine.health_hangs_s = 25.0
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(2.5)
     assert "unhealthy" not in router.tail(1 << 24)
     for engine in fleet.engines:
         engine.health_hangs_s = 0.0

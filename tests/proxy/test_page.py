@@ -90,12 +90,12 @@ async def test_a_rank_is_drained_and_taken_back_by_its_button(lab: Lab) -> None:
         name = f"{fleet.d.url.removeprefix('http://')}@1"
         button = f"document.querySelector('[aria-label=\"{{}} {name}\"]')"
         await page.run(button.format("drain") + ".click()")
-        await page.until(button.format("undrain"), "the rank is drained")
+        await page.until("!!" + button.format("undrain"), "the rank is drained")
         before = len(fleet.legs("decode"))
         await asyncio.gather(*(client.generate(**GENERATE) for _ in range(4)))
         assert {leg.rank for leg in fleet.legs("decode")[before:]} == {0}
         await page.run(button.format("undrain") + ".click()")
-        await page.until(button.format("drain"), "it is back")
+        await page.until("!!" + button.format("drain"), "it is back")
         assert page.complaints == []
 
 
