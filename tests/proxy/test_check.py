@@ -200,6 +200,12 @@ async def test_a_wrong_bootstrap_port_is_named_with_the_right_one(lab: Lab) -> N
     assert found["advice"].startswith(f"name {fleet.p.bootstrap.port}, ")
 
 
+async def test_with_pods_it_says_whom_to_ask() -> None:
+    status, report = await check("--pd-disaggregation", "--service-discovery", "--prefill-selector", "a=b", "--decode-selector", "a=c")
+    assert (status, [f["code"] for f in report["findings"]]) == (0, ["fleet.pods"])
+    assert "check --admin URL" in report["findings"][0]["advice"]
+
+
 async def test_a_healthy_fleet_leaves_with_0_and_wrong_settings_with_2(lab: Lab) -> None:
     fleet = await healthy(lab, prefill={"dp_size": 2}, decode={"dp_size": 4})
     for engine in fleet.engines:

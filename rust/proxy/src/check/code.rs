@@ -53,6 +53,8 @@ macro_rules! codes {
 codes! {
     /// A role that requests need has no engine.
     NoEngine = Error "fleet.no_engine",
+    /// Engines come as pods: a running router knows them, this command does not.
+    Pods = Note "fleet.pods",
     /// Nothing listens at the address, or it does not answer.
     Unreachable = Error "engine.unreachable",
     /// The health check fails.

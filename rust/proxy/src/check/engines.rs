@@ -26,6 +26,14 @@ pub(super) fn look(fleet: &mut Fleet<'_>) {
 }
 
 fn roles(fleet: &mut Fleet<'_>) {
+    if fleet.settings.service_discovery && fleet.engines.is_empty() {
+        fleet.add(
+            Code::Pods,
+            &[],
+            "engines are found as pods, which only a running router does: none was asked",
+            "ask that router with `r3router check --admin URL`, or name engines with --prefill and --decode to have them asked from here",
+        );
+    }
     let needed: &[Role] =
         if fleet.settings.pd_disaggregation { &[Role::Prefill, Role::Decode] } else { &[Role::Regular] };
     for role in needed {

@@ -65,7 +65,7 @@ pub async fn watch(app: Arc<App>) {
         let engines: Vec<Seen> = app.registry.all().iter().filter_map(|e| seen(e)).collect();
         let mut found = examine(&app.given, &engines, None);
         // Engines come one by one; a role that is not there yet is told by /readiness.
-        found.retain(|f| f.code != Code::NoEngine);
+        found.retain(|f| !matches!(f.code, Code::NoEngine | Code::Pods));
         for finding in &found {
             if logged.insert((finding.code, finding.what.clone())) {
                 log(finding);
