@@ -124,7 +124,7 @@ async def test_with_a_key_it_asks_for_it_and_text_from_outside_is_no_markup(lab:
     assert BROWSER is not None
     async with browser.page(BROWSER) as page:
         await page.open(address(router))
-        await page.until("!document.querySelector('#login').hidden", "it asks for the key")
+        await page.until("document.querySelector('#login')?.hidden === false", "it asks for the key")
         assert await page.run("document.querySelectorAll('#body tr').length") == 0
         await page.run("document.querySelector('#key').value = 'k-admin'; document.querySelector('#login button').click()")
         await page.until("document.querySelectorAll('#body tr').length === 2", "the ranks are shown")

@@ -36,7 +36,7 @@ TABLE: list[Row] = [
     ("negative count", ["--queue-size", "-1"], {}, "", "--queue-size: `-1`", "expected a whole number"),
     ("negative limit", ["--max-concurrent-requests", "-2"], {}, "", "--max-concurrent-requests: `-2`", "-1 for no limit"),
     ("switch of words", [], {"R3ROUTER_ADMISSION": "maybe"}, "", "R3ROUTER_ADMISSION: `maybe`", "expected true or false"),
-    ("TLS engine", ["--worker-urls", "https://x:1"], {}, "", "--worker-urls: worker url", "give http://HOST:PORT"),
+    ("gRPC engine", ["--worker-urls", "grpc://x:1"], {}, "", "--worker-urls: worker url", "HOST:PORT"),
     ("path in an address", ["--worker-urls", "http://x:1/v1"], {}, "", "--worker-urls", "a path is not allowed"),
     ("bare IPv6", [PD, "--decode", "http://2001:db8::a:30000"], {}, "", "--decode", "an IPv6 address in brackets"),
     ("engine twice", ["--worker-urls", "http://d:1", "D:1/"], {}, "", "--worker-urls: `http://d:1`", "name each engine once"),

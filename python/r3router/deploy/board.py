@@ -74,6 +74,7 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
             Panel("Bound, held and refused", "ops", _rate("r3router_decisions_total", "reason"), "Why requests wait."),
             Panel("Oldest waiting request", "s", (("max(r3router_queue_oldest_seconds@)", "age"),)),
             Panel("Bytes that wait", "bytes", (_sum("r3router_queued_bytes", "bodies"),)),
+            Panel("Since the last start", "s", (("time() - max(r3router_start_time_seconds@)", "up"),), "A drop is a restart."),
             Panel("Gate closed by rollout control", "short", (("max(r3router_paused@)", "paused"),)),
             Panel(
                 "Attempts, retries, aborts",

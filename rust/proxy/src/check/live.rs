@@ -16,7 +16,8 @@ use crate::allow::Allow;
 use crate::app::CONNECT;
 use crate::auth::bearer;
 use crate::probe::{NotFound, Question, probe};
-use crate::settings::Settings;
+use crate::settings::{Settings, WorkerUrl};
+use crate::tls::ClientTls;
 use crate::upstream::Pool;
 use crate::workers::role_name;
 
@@ -86,30 +87,51 @@ fn engine_json(seen: &Seen) -> Value {
     json
 }
 
+/// What every engine is asked with.
+struct How {
+    settings: Settings,
+    key: Option<HeaderValue>,
+    tls: Arc<ClientTls>,
+    allow: Arc<Allow>,
+    quick: bool,
+}
+
+/// An engine as the settings name it.
+struct Named {
+    url: String,
+    role: Role,
+    bootstrap_port: Option<u16>,
+}
+
+fn named(settings: &Settings) -> Vec<Named> {
+    let plain = |role| move |worker: &WorkerUrl| Named { url: worker.0.clone(), role, bootstrap_port: None };
+    let prefill = settings.prefill.iter().map(|worker| Named {
+        url: worker.url.0.clone(),
+        role: Role::Prefill,
+        bootstrap_port: worker.bootstrap_port,
+    });
+    let regular = settings.worker_urls.iter().map(plain(Role::Regular));
+    regular.chain(prefill).chain(settings.decode.iter().map(plain(Role::Decode))).collect()
+}
+
 async fn ask_all(settings: &Settings, options: CheckOptions) -> Result<Vec<Seen>, Error> {
-    let key = bearer(settings.worker_api_key.as_ref(), "--worker-api-key")?;
-    let settings = Arc::new(settings.clone());
-    let mut waiting: Vec<(usize, String, Role, Option<u16>)> = Vec::new();
-    let named = |urls: &[crate::settings::WorkerUrl], role| {
-        urls.iter().map(move |u| (u.0.clone(), role, None)).collect::<Vec<_>>()
-    };
-    let prefill = settings.prefill.iter().map(|w| (w.url.0.clone(), Role::Prefill, w.bootstrap_port));
-    let all = named(&settings.worker_urls, Role::Regular)
-        .into_iter()
-        .chain(prefill)
-        .chain(named(&settings.decode, Role::Decode));
-    waiting.extend(all.enumerate().map(|(at, (url, role, port))| (at, url, role, port)));
+    let how = Arc::new(How {
+        key: bearer(settings.worker_api_key.as_ref(), "--worker-api-key")?,
+        tls: ClientTls::new(settings)?,
+        allow: Arc::new(Allow::new(&settings.worker_allow)),
+        quick: options.quick,
+        settings: settings.clone(),
+    });
+    let mut waiting: Vec<(usize, Named)> = named(settings).into_iter().enumerate().collect();
     waiting.reverse();
     let (mut running, mut seen) = (JoinSet::new(), Vec::new());
     loop {
         while running.len() < AT_ONCE
-            && let Some((at, url, role, port)) = waiting.pop()
+            && let Some((at, named)) = waiting.pop()
         {
-            let address = Address::parse(&url)?;
-            let (settings, key) = (Arc::clone(&settings), key.clone());
-            running.spawn(async move {
-                (at, ask_one(&settings, key, url.into(), address, role, port, options.quick).await)
-            });
+            let address = Address::parse(&named.url)?;
+            let how = Arc::clone(&how);
+            running.spawn(async move { (at, ask_one(&how, named, address).await) });
         }
         match running.join_next().await {
             Some(Ok(one)) => seen.push(one),
@@ -122,17 +144,10 @@ async fn ask_all(settings: &Settings, options: CheckOptions) -> Result<Vec<Seen>
     Ok(seen.into_iter().map(|(_, seen)| seen).collect())
 }
 
-async fn ask_one(
-    settings: &Settings,
-    key: Option<HeaderValue>,
-    url: Arc<str>,
-    address: Address,
-    role: Role,
-    bootstrap_port: Option<u16>,
-    quick: bool,
-) -> Seen {
-    let allow = Arc::new(Allow::new(&settings.worker_allow));
-    let pool = Pool::new(address.clone(), Duration::ZERO, CONNECT, &allow);
+async fn ask_one(how: &How, named: Named, address: Address) -> Seen {
+    let How { settings, key, tls, allow, quick } = how;
+    let Named { url, role, bootstrap_port } = named;
+    let pool = Pool::secured(address.clone(), Duration::ZERO, CONNECT, Some(Arc::clone(tls)), allow);
     let question = Question {
         pool: &pool,
         role,
@@ -145,10 +160,11 @@ async fn ask_one(
         scale: settings.time_scale,
     };
     let found = probe(&question).await.map(Arc::new);
-    let watch = !quick && !matches!(found, Err(NotFound::Dead(_)));
+    // Behind TLS an idle connection is not watched.
+    let watch = !quick && !address.tls && !matches!(found, Err(NotFound::Dead(_)));
     let closed_after =
-        if watch { closed_after(&address, &allow, key.as_ref(), settings.upstream_idle_secs).await } else { None };
-    Seen { url, address, role, bootstrap_port, found, closed_after }
+        if watch { closed_after(&address, allow, key.as_ref(), settings.upstream_idle_secs).await } else { None };
+    Seen { url: url.into(), address, role, bootstrap_port, found, closed_after }
 }
 
 /// How long the engine keeps a connection after a reply, when it closes it before the router would.
