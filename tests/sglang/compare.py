@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .environment import PREFILL_SENDS_ROWS
+from .environment import OLD, PREFILL_SENDS_ROWS
 
-R3 = PREFILL_SENDS_ROWS
-"""Whether R3 can be asked for: with older engines the checks run without it, and one checks the refusal."""
+_rows = PREFILL_SENDS_ROWS
+
+
+def r3() -> bool:
+    """Whether R3 can be asked for now: with older engines the checks run without it, and one checks the refusal."""
+    return _rows
+
+
+@contextlib.contextmanager
+def plugin() -> Iterator[None]:
+    """While prefill has the plug-in, which collects rows where the release does not: R3 can be asked for."""
+    global _rows
+    before, _rows = _rows, True
+    try:
+        yield
+    finally:
+        _rows = before
+
 
 ROW_IDS = 8
 """R3 ids a token in the tiny models: 4 layers x top-2."""
 
+TOP = not OLD
+"""Whether top logprobs and those of chosen ids can be asked for; the other logprobs are compared with every release."""
+
 LOGPROB_LISTS = (
     "input_token_logprobs",
     "output_token_logprobs",
-    "input_top_logprobs",
-    "output_top_logprobs",
-    "input_token_ids_logprobs",
+    *(("input_top_logprobs", "output_top_logprobs", "input_token_ids_logprobs") if TOP else ()),
 )
 """`output_token_ids_logprobs` is left out: the engine documents that in PD its first row is empty."""
 
@@ -39,7 +58,7 @@ def rows(text: str | None) -> NDArray[np.int32]:
 
 def same_rows(got: str | None, expected: str | None) -> None:
     """Both strings are equal to the byte; both are absent where the engines have none."""
-    if not R3:
+    if not r3():
         assert got is None and expected is None
         return
     left, right = rows(got), rows(expected)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from .compare import R3, same_generate, same_logprobs, same_rows
+from .compare import TOP, r3, same_generate, same_logprobs, same_rows
+from .environment import OLD
 from .fleet import Front, events, post
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-LOGPROBS = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [5, 6]}
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "route me"}], "max_tokens": 5, "return_routed_experts": R3, **GREEDY}
+LOGPROBS = {"return_logprob": True, "logprob_start_len": 0} | ({"top_logprobs_num": 2, "token_ids_logprob": [5, 6]} if TOP else {})
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -26,12 +26,18 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 def generate(length: int, new: int, **more: Any) -> dict[str, Any]:
     """A greedy R3 request."""
-    return {"input_ids": prompt(length), "sampling_params": {"max_new_tokens": new, **GREEDY}, "return_routed_experts": R3, **more}
+    return {"input_ids": prompt(length), "sampling_params": {"max_new_tokens": new, **GREEDY}, "return_routed_experts": r3(), **more}
 
 
 def completion(text: str, **more: Any) -> dict[str, Any]:
     """The same as a `/v1/completions` body."""
-    return {"model": "tiny", "prompt": text, "max_tokens": 4, "return_routed_experts": R3, **GREEDY, **more}
+    return {"model": "tiny", "prompt": text, "max_tokens": 4, "return_routed_experts": r3(), **GREEDY, **more}
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    """The same as a `/v1/chat/completions` body."""
+    messages = [{"role": "user", "content": "route me"}]
+    return {"model": "tiny", "messages": messages, "max_tokens": 5, "return_routed_experts": r3(), **GREEDY, **more}
 
 
 def in_sglext(reply: dict[str, Any]) -> str | None:
@@ -93,40 +99,43 @@ class Equality:
             same_generate(element, expected)
 
     def test_chat_carries_rows_in_sglext(self, front: Front) -> None:
-        got, expected = front.both("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2})
+        got, expected = front.both("/v1/chat/completions", chat(logprobs=True, top_logprobs=2 if TOP else 0))
         assert got["choices"][0]["message"] == expected["choices"][0]["message"]
         same_logprobs(got["choices"][0]["logprobs"]["content"], expected["choices"][0]["logprobs"]["content"])
         assert got["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
         same_rows(in_sglext(got), in_sglext(expected))
 
+    @pytest.mark.skipif(OLD, reason="chat of this release has no return_meta_info")
     @pytest.mark.parametrize("tokens", [1, 5])
     def test_chat_with_meta_info_carries_rows_in_the_choice(self, front: Front, tokens: int) -> None:
-        got, expected = front.both("/v1/chat/completions", CHAT | {"return_meta_info": True, "max_tokens": tokens})
+        got, expected = front.both("/v1/chat/completions", chat(return_meta_info=True, max_tokens=tokens))
         same_rows(got["choices"][0]["meta_info"].get("routed_experts"), expected["choices"][0]["meta_info"].get("routed_experts"))
         assert in_sglext(got) is None
 
     def test_chat_samples_are_joined_as_choices(self, front: Front) -> None:
-        body = CHAT | {"return_meta_info": True}
+        body = chat() if OLD else chat(return_meta_info=True)
         got, expected = front.post("/v1/chat/completions", body | {"n": 2}), post(f"{front.unified.url}/v1/chat/completions", body)
         assert [choice["index"] for choice in got["choices"]] == [0, 1]
         for choice in got["choices"]:
             assert choice["message"] == expected["choices"][0]["message"]
-            same_rows(choice["meta_info"].get("routed_experts"), expected["choices"][0]["meta_info"].get("routed_experts"))
+            if not OLD:
+                same_rows(choice["meta_info"].get("routed_experts"), expected["choices"][0]["meta_info"].get("routed_experts"))
 
     @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
     def test_openai_streams_end_with_the_rows(self, front: Front, route: str) -> None:
-        body = CHAT if "chat" in route else completion("route me")
+        body = chat() if "chat" in route else completion("route me")
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
         got, expected = front.events(route, body), events(front.unified.url + route, body)
 
         def payload(stream: list[Any]) -> str | None:
             found = [rows for event in stream if (rows := in_sglext(event)) is not None]
-            assert len(found) == int(R3)
+            assert len(found) == int(r3())
             return found[0] if found else None
 
         same_rows(payload(got), payload(expected))
         assert got[-1]["usage"]["completion_tokens"] == expected[-1]["usage"]["completion_tokens"]
 
+    @pytest.mark.skipif(not TOP, reason="prefill of this release dies of a request for top logprobs, which this route always asks for")
     def test_completions_echo_has_the_prompts_logprobs(self, front: Front) -> None:
         got, expected = front.both("/v1/completions", completion("hello there", echo=True, logprobs=2))
         assert got["choices"][0]["text"] == expected["choices"][0]["text"]

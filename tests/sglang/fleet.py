@@ -111,7 +111,8 @@ class Process:
     def loads(self) -> list[Any]:
         """An engine's `/v1/loads`, one entry a rank in rank order."""
         loads = json.loads(call(f"{self.url}/v1/loads?include=all")[1])["loads"]
-        return sorted(loads, key=lambda load: int(load["dp_rank"]))
+        # Older engines with one rank do not say that it is 0.
+        return sorted(loads, key=lambda load: int(load.get("dp_rank", 0)))
 
     def requests(self) -> list[dict[str, Any]]:
         """The router's log lines of finished requests: `rid`, `room`, `p` and `d` (`url@rank`), outcome."""
@@ -153,7 +154,8 @@ def engine(
     name: str | None = None,
 ) -> Process:
     """Starts `unified`, `prefill` or `decode`; does not wait (see `ready`)."""
-    port = free_port()
+    # Older engines open a gRPC port 10,000 above this one, and do not start where that is none.
+    port = free_ports(1)
     bootstrap = free_port() if role == "prefill" else None
     command = [
         str(environment.python()),

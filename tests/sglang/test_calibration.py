@@ -17,7 +17,7 @@ import pytest
 
 from . import fleet
 from .compare import rows
-from .equality import CHAT, GREEDY, LOGPROBS, completion, generate, prompt
+from .equality import GREEDY, LOGPROBS, chat, completion, generate, prompt
 from .fleet import Process, Trio, call, events
 from .stages import busy, eventually
 
@@ -155,8 +155,8 @@ SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "logprobs": ("/generate", generate(9, 3, **LOGPROBS)),
     "one token": ("/generate", generate(9, 1)),
     "start_len": ("/generate", generate(9, 3, routed_experts_start_len=9)),
-    "chat": ("/v1/chat/completions", CHAT),
-    "chat meta_info": ("/v1/chat/completions", CHAT | {"return_meta_info": True, "logprobs": True}),
+    "chat": ("/v1/chat/completions", chat()),
+    "chat meta_info": ("/v1/chat/completions", chat(return_meta_info=True, logprobs=True)),
     "completions": ("/v1/completions", completion("route me")),
     "echo": ("/v1/completions", completion("route me", echo=True, logprobs=2)),
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from . import fleet
-from .compare import R3
+from .environment import PREFILL_SENDS_ROWS
 from .equality import Equality, generate
 from .fleet import Front, Process, Trio, call
 from .stages import free
@@ -21,7 +21,7 @@ class TestHybrid(Equality):
     def front(cls, trio: Trio, router: Process) -> Front:
         return Front(trio.unified, router)
 
-    @pytest.mark.skipif(R3, reason="these engines send R3")
+    @pytest.mark.skipif(PREFILL_SENDS_ROWS, reason="these engines send R3")
     @pytest.mark.parametrize("stream", [False, True])
     def test_r3_that_prefill_does_not_send_is_refused_by_name(self, trio: Trio, front: Front, stream: bool) -> None:
         """The prompt's rows exist nowhere: an error with the reason, decode's half ended, nothing run again."""

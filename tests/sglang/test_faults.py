@@ -10,6 +10,7 @@ import pytest
 
 from . import fleet
 from .compare import same_generate
+from .environment import OLD
 from .equality import generate
 from .fleet import Process, Trio, call, post
 from .stages import eventually, free, idle
@@ -25,6 +26,7 @@ def faulty() -> Iterator[tuple[Process, Process]]:
         yield prefill, decode
 
 
+@pytest.mark.skipif(OLD, reason="this release has no switch that makes transfers fail")
 def test_transfers_that_fail_are_run_again_and_leave_nothing(trio: Trio, faulty: tuple[Process, Process]) -> None:
     """LEG-1: prefill fails a request and does not tell decode; the router ends decode's half and tries again."""
     bodies = [generate(200 + at, 6) for at in range(24)]

@@ -17,6 +17,7 @@ import pytest
 
 from . import fleet
 from .compare import same_generate
+from .environment import OLD
 from .equality import generate
 from .fleet import Process, Trio, call, post
 from .stages import busy, eventually, free, idle, queue
@@ -99,7 +100,8 @@ def prealloc(trio: Trio, router: Process, stream: bool) -> Iterator[Held]:
         held = Held(router, rid, Client(router.url, generate(3000, 400, rid=rid, stream=stream)))
         eventually(lambda: queue(trio.decode, "decode_prealloc") == 1, "the request to wait for decode's memory")
         yield held
-        eventually(lambda: queue(trio.decode, "decode_prealloc") == 0, "decode's prealloc queue to be empty")
+        if not OLD:  # looks at what waits for memory again when there is some, or when another request comes
+            eventually(lambda: queue(trio.decode, "decode_prealloc") == 0, "decode's prealloc queue to be empty")
 
 
 @contextlib.contextmanager

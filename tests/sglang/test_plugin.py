@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,19 @@ from r3router.r3.descriptor import MAGIC, Descriptor
 from r3router.r3.reader import Reader
 
 from . import fleet
-from .compare import rows
+from .compare import plugin, rows
 from .equality import generate, prompt
 from .fleet import Process, Trio, post
 from .plugin_pair import LAYERS, TOP_K, metric, raw, variables
 from .stages import eventually
 from .test_engine_facts import by_hand
+
+
+@pytest.fixture(autouse=True)
+def with_rows() -> Iterator[None]:
+    """R3 is asked of every release: the plug-in collects it where prefill does not."""
+    with plugin():
+        yield
 
 
 def read(reply: Any) -> np.ndarray:

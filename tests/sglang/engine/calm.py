@@ -12,15 +12,25 @@ def install():
     import zmq
     from sglang.srt.managers import data_parallel_controller as controller
 
-    receive = getattr(controller, "sock_recv", None)
-    if receive is None:  # releases before 0.5.23 receive in another way
+    def patient(receive):
+        def received(sock, *args, **named):
+            try:
+                return receive(sock, *args, **named)
+            except zmq.Again:
+                time.sleep(PAUSE_S)
+                raise
+
+        return received
+
+    if hasattr(controller, "sock_recv"):
+        controller.sock_recv = patient(controller.sock_recv)
         return
+    # Older releases ask the socket itself. Only the loop's process may become patient: schedulers ask theirs between steps.
+    kind = controller.DataParallelController
+    loop = kind.event_loop
 
-    def patient(sock, *args, **named):
-        try:
-            return receive(sock, *args, **named)
-        except zmq.Again:
-            time.sleep(PAUSE_S)
-            raise
+    def event_loop(self):
+        zmq.Socket.recv_pyobj = patient(zmq.Socket.recv_pyobj)
+        return loop(self)
 
-    controller.sock_recv = patient
+    kind.event_loop = event_loop

@@ -2,9 +2,12 @@
 
 Only what a Qwen3-MoE / Qwen3-Next / Qwen3.5-MoE text model needs on a CPU without
 AMX is here.  Recurrent-state layout is private to these functions (both the prefill
-and the decode one use it), all arithmetic is float32.
+and the decode one use it), all arithmetic is float32.  Releases differ in what they
+call and where it lives: what a release has decides, not its number.
 """
 
+import functools
+import importlib
 import os
 
 import stubs
@@ -119,12 +122,14 @@ def _expand(q, k, heads_v):
 
 def chunk_gated_delta_rule_cpu(q, k, v, g, beta, initial_state=None, initial_state_indices=None, cu_seqlens=None, **_):
     # q, k: [1, T, Hk, D]; v: [1, T, Hv, Dv]; g, beta: [1, T, Hv]; state: [slots, Hv, D, Dv]
+    # Older releases hand over one state a sequence, and store what comes back themselves.
+    stored = initial_state_indices is not None
     qf, kf = _expand(q[0], k[0], v.shape[2])
     vf, decay, bt = v[0].float(), g[0].float().exp(), beta[0].float()
     out = torch.empty_like(vf)
     bounds = [int(t) for t in cu_seqlens]
     for i in range(len(bounds) - 1):
-        slot = int(initial_state_indices[i])
+        slot = int(initial_state_indices[i]) if stored else i
         s = initial_state[max(slot, 0)].float().clone()
         for t in range(bounds[i], bounds[i + 1]):
             s = s * decay[t][:, None, None]
@@ -133,7 +138,7 @@ def chunk_gated_delta_rule_cpu(q, k, v, g, beta, initial_state=None, initial_sta
             out[t] = torch.einsum("hkv,hk->hv", s, qf[t])
         if slot >= 0:
             initial_state[slot] = s.to(initial_state.dtype)
-    return out.unsqueeze(0).to(v.dtype), None, None
+    return out.unsqueeze(0).to(v.dtype), None if stored else initial_state, None
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
@@ -186,18 +191,50 @@ def install():
     for fn in OPS:
         setattr(torch.ops.sgl_kernel, fn.__name__, fn)
     torch.set_num_threads(int(os.environ.get("LAB_THREADS", "1")))
-    # Host buffers: nothing to pin on this machine.
-    from sglang.srt.mem_cache.pool_host import common
+    host_memory()
+    # Gated norms: take the CPU branch (SGLang takes it only where AMX is there).
+    for folder in ("sglang.kernels.ops.attention.fla", "sglang.srt.layers.attention.fla"):
+        for name in ("fused_norm_gate", "layernorm_gated"):
+            module = optional(f"{folder}.{name}")
+            if module is not None:
+                module._use_cpu = True
+    # Shared-expert gate: one Triton launcher stands behind both entry points, or there is one entry point, or plain torch.
+    elementwise = optional("sglang.kernels.ops.elementwise.elementwise")
+    if hasattr(elementwise, "_launch_fused_gate_sigmoid_mul"):
+        elementwise._launch_fused_gate_sigmoid_mul = shared_expert_gate
+    elif elementwise is not None:
+        elementwise.fused_gate_sigmoid_mul_add = functools.partial(shared_expert_gate, do_add=True)
+
+
+def optional(name):
+    """A module of SGLang; None where this release has none of that name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        return None
+
+
+def host_memory():
+    """Host buffers: nothing to pin on this machine."""
 
     def plain(dims, dtype, device, pin_memory=False, allocator=None, **_):
         return torch.empty(dims, dtype=dtype, device=device)
 
-    common.ALLOC_MEMORY_FUNCS["cpu"] = plain
-    # Gated norms: take the CPU branch (SGLang takes it only where AMX is there).
-    from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
+    pools = optional("sglang.srt.mem_cache.pool_host.common") or optional("sglang.srt.mem_cache.memory_pool_host")
+    pools.ALLOC_MEMORY_FUNCS["cpu"] = plain
+    if not hasattr(optional("sglang.srt.state_capturer.base"), "ALLOC_MEMORY_FUNCS"):
+        # Older releases pin without asking whether that can be done.
+        for factory in ("empty", "zeros", "tensor"):
+            setattr(torch, factory, unpinned(getattr(torch, factory)))
+        # Their pools wait for a GPU before they copy a retracted request's rows.
+        torch.cuda.synchronize = lambda device=None: None
 
-    fused_norm_gate._use_cpu = layernorm_gated._use_cpu = True
-    # Shared-expert gate: one Triton launcher stands behind both entry points.
-    from sglang.kernels.ops.elementwise import elementwise
 
-    elementwise._launch_fused_gate_sigmoid_mul = shared_expert_gate
+def unpinned(factory):
+    @functools.wraps(factory)
+    def made(*args, pin_memory=False, **named):
+        return factory(*args, **named)
+
+    return made

@@ -3,13 +3,16 @@
 Decode makes a host pool for retracted requests and leaves 10 GiB of the machine free beside it; the tests' pools have a few MB.
 """
 
+import importlib
+
 RESERVE_BYTES = 1 << 30
 
 
 def install():
-    try:
-        from sglang.srt.mem_cache.pool_host import base
-    except ImportError:  # releases before 0.5.23
-        return
-    if hasattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES"):
-        base.HICACHE_HOST_MEMORY_RESERVE_BYTES = RESERVE_BYTES
+    for name in ("pool_host.base", "memory_pool_host"):  # the latter in older releases
+        try:
+            module = importlib.import_module(f"sglang.srt.mem_cache.{name}")
+        except ModuleNotFoundError:
+            continue
+        if hasattr(module, "HICACHE_HOST_MEMORY_RESERVE_BYTES"):
+            module.HICACHE_HOST_MEMORY_RESERVE_BYTES = RESERVE_BYTES
