@@ -164,3 +164,29 @@ async def test_a_batch_larger_than_the_concurrency_limit_is_served_in_turns(lab:
     assert answer.status == 200 and len(answer.json()) == 5
     assert fleet.d.ranks[0].peak_open <= 2
     await router.zero_check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("words", ["Aborted by AbortReq.", "NIXL KVReceiver Exception"], ids=["0.5.23", "0.5.12"])
+async def test_abt_1_a_transfer_that_its_client_aborts_is_told_as_an_abort_and_is_no_fault_of_the_engines(
+    lab: Lab, words: str, stream: bool
+) -> None:
+    """Engines end it with a 500, which 0.5.12 words like any failed transfer: the sample would be run again, and the breaker count it."""
+    fleet, router, client = await lab.serve("--cb-failure-threshold", "2", prefill={**LONG, "prefill_s": 60.0}, decode=LONG)
+    for engine in fleet.engines:
+        engine.abort_words = words
+    for at in range(4):
+        call = asyncio.create_task(client.generate(input_ids=[1, at], rid=f"sample-{at}", stream=stream))
+        await until(lambda: fleet.p.open_legs and fleet.d.open_legs, "both legs arrive")
+        await client.post("/abort_request", {"rid": f"sample-{at}"})
+        got = await call
+        assert got.status == 200, got.body[:300]
+        reply = json.loads(got.body.removeprefix(b"data: ").split(b"\n\n")[0])
+        assert (reply["meta_info"]["finish_reason"]["type"], reply["output_ids"]) == ("abort", [])
+        await fleet.quiet()
+    assert fleet.posts() == 8, "nothing was tried again"
+    metrics = await router.metrics()
+    assert metrics.sum("r3router_requests_total", outcome="aborted") == 4
+    closed = metrics.get("r3router_rank_closed", role="prefill") + metrics.get("r3router_rank_closed", role="decode")
+    assert [gauge.value for gauge in closed] == [0.0, 0.0]
+    await router.zero_check()

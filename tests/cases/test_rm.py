@@ -94,6 +94,21 @@ async def test_rm_2_a_retry_is_a_whole_new_attempt(lab: Lab, side: str, act: Act
     assert metrics.sum("r3router_retries_total") == 1
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_rm_2_a_request_that_engines_die_of_is_given_to_two_of_them_at_most(lab: Lab, side: str) -> None:
+    """Retries would end the whole fleet, one engine after the other."""
+    fleet, router, client = await lab.serve(prefills=4, decodes=4, prefill={"waiting_s": 20.0}, decode={"waiting_s": 20.0})
+    for engine in fleet.engines:
+        if engine.role == side:
+            engine.script = lambda leg: rst(after=0.4) if leg.body["input_ids"] == [6, 6, 6] else None
+    got = await client.generate(input_ids=[6, 6, 6])
+    assert got.status == 502, got.body[:300]
+    assert b"2 engines were lost with this request" in got.body
+    assert len({leg.engine.name for leg in fleet.legs(side)}) == len(fleet.legs(side)) == 2
+    assert statuses([await client.generate(input_ids=[1, at]) for at in range(8)]) == {200: 8}
+    assert (await router.metrics()).sum("r3router_attempts_total") == 10
+
+
 async def test_rm_2_a_refused_connect_goes_elsewhere(lab: Lab) -> None:
     fleet, _, client = await lab.serve(decodes=2)
     fleet.d.server.refuse()

@@ -140,6 +140,8 @@ class Engine:
     """The engine's own timeout for a leg whose partner does not come."""
     disconnect_s: float = 4.0
     """How long a closed connection goes unnoticed when no abort comes."""
+    abort_words: str = "Aborted by AbortReq."
+    """What ends an aborted transfer; 0.5.12 says `NIXL KVReceiver Exception` to every one that ends."""
     transfer_limit: int | None = None
     on_over: str = "fail"
     """A rank over its limits: `fail` (500, a violation), `freeze` (every rank stops, a violation), `die`, `mamba_500`
@@ -583,7 +585,7 @@ class Engine:
             elif getattr(leg, "_running", False) or self.role == "regular":
                 await exchange.reply(200, replies.reply_bytes(leg, self.output(leg, tokens=0, finish=finish)))
             else:
-                message = f"Decode transfer failed for request rank={leg.rank} {leg.rid!r}: Aborted by AbortReq."
+                message = f"Decode transfer failed for request rank={leg.rank} {leg.rid!r}: {self.abort_words}"
                 await exchange.reply(500, orjson.dumps({"detail": message}))
 
     # --- the engine's other endpoints -----------------------------------------------------------------------------

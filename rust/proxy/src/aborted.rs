@@ -1,5 +1,5 @@
-//! The reply to a request that was aborted before an engine ran it: what an engine gives to one that waited - an empty answer whose finish
-//! reason is `abort`. Trainers keep the sample for later; an error they would send again at once.
+//! The reply to a request that was aborted before decode had begun it: what an engine gives to one that waited - an empty answer whose
+//! finish reason is `abort`. Trainers keep the sample for later; an error they would send again at once.
 use bytes::Bytes;
 use http::{HeaderValue, Response, header};
 use r3router_core::wire::Route;
@@ -32,7 +32,7 @@ pub fn reply(shared: &Shared, id: &str, kept: Option<&Kept>) -> Reply {
 fn object(shared: &Shared, id: &str) -> Value {
     let prompt = shared.facts.prompt(0);
     let tokens = prompt.ids.unwrap_or(0);
-    let message = "Aborted while it waited in the router";
+    let message = "Aborted before decode had begun";
     let usage = json!({ "prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens });
     let (kind, choice) = match (shared.route, shared.facts.stream) {
         (Route::Generate, _) => {

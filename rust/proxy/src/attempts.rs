@@ -141,6 +141,10 @@ pub fn sized(shared: &Shared, mode: Mode) -> Request {
     }
 }
 
+/// Engines that may be lost while they have one request. What ends two in a row may be the request itself (prefill of SGLang 0.5.12 dies
+/// of one for top logprobs), and retries would end the whole fleet.
+const MOST_LOST: u32 = 2;
+
 /// One empty list for all: most requests have no prefix worth a hash.
 fn empty() -> Arc<[u64]> {
     static EMPTY: std::sync::OnceLock<Arc<[u64]>> = std::sync::OnceLock::new();
@@ -166,6 +170,7 @@ pub async fn serve(shared: &Arc<Shared>, sub: Owner, mode: Mode, count: &Arc<Cou
     let mut attempts_left = app.settings.attempts();
     let mut pause = app.settings.retry_initial_backoff_ms;
     let mut last: Option<Error> = None;
+    let mut lost = 0;
     if let Err(error) = turn(app, &sub).await {
         return Err(refusal(&sub, count, error));
     }
@@ -185,7 +190,7 @@ pub async fn serve(shared: &Arc<Shared>, sub: Owner, mode: Mode, count: &Arc<Cou
         count.dispatched(wait);
         count.follow(&sub);
         attempts_left -= 1;
-        let error = match Box::pin(attempt(shared, &sub, mode, grant)).await {
+        let mut error = match Box::pin(attempt(shared, &sub, mode, grant)).await {
             Ok(Step::Whole(answer, prefill)) => {
                 let tokens = answer_tokens(&answer.ready);
                 note(count, &sub, tokens);
@@ -198,6 +203,8 @@ pub async fn serve(shared: &Arc<Shared>, sub: Owner, mode: Mode, count: &Arc<Cou
                 let relay = Relay::new(*started, length, Arc::clone(shared), sub, Arc::clone(count));
                 return Ok(Answer { status, headers, ready: Ready::Stream(Box::new(relay)) });
             }
+            // Engines end an aborted transfer with a 500, which 0.5.12 words like any other failure: it is the abort, and no fault of theirs.
+            Err(error) if error.kind == Kind::EngineFailed && sub.is_aborted() => aborted(),
             Err(error) => error,
         };
         let (reason, _) = judge(&error);
@@ -206,6 +213,15 @@ pub async fn serve(shared: &Arc<Shared>, sub: Owner, mode: Mode, count: &Arc<Cou
             _ => sub.rank(Role::Decode),
         };
         end(&sub, &error);
+        lost += u32::from(reason == LegResult::Reset);
+        if lost == MOST_LOST {
+            attempts_left = 0;
+            error.message = format!(
+                "{}; {MOST_LOST} engines were lost with this request, which is given to no third",
+                error.message
+            )
+            .into();
+        }
         // Slots that ran out are worth one look at another rank, no more.
         if reason == LegResult::Mamba {
             attempts_left = attempts_left.min(1);
