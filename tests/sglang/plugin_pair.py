@@ -33,7 +33,7 @@ def variables(folder: Path, **more: str) -> dict[str, str]:
 
 def process_reply(process: Process) -> Any:
     """A health check's reply: engines of a pair answer requests without a partner when the bootstrap host is the fake one."""
-    fake = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 1}
+    fake = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 1, "return_routed_experts": True}
     return post(f"{process.url}/generate", generate(6, 3) | fake)
 
 

@@ -25,8 +25,10 @@ def fused_rmsnorm_gated_cpu(x, weight, z, eps):
     return (_rms(x, eps) * weight.float() * F.silu(z.float())).to(x.dtype)
 
 
-def fused_sigmoid_mul_cpu(x, gate):
-    x.mul_(torch.sigmoid(gate.float()).to(x.dtype).reshape(x.shape))
+def fused_sigmoid_mul_cpu(x, gate, inplace=True):
+    # Some releases go on with what comes back, others with x.
+    assert inplace
+    return x.mul_(torch.sigmoid(gate.float()).to(x.dtype).reshape(x.shape))
 
 
 def fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim):
