@@ -35,7 +35,7 @@ class Plan:
     layers: int
     top_k: int
     rows: int
-    """Rows that every sample must have."""
+    """Rows that every sample must have; 0: none are asked for."""
     hold_seconds: float = 0.0
     """Seconds that the sample itself takes: decode runs for so long."""
     agent: str | None = None
@@ -49,7 +49,20 @@ class Seen:
     """What the replies were."""
 
     json_bytes: int = 0
-    """Of the largest, without payloads that were taken out of it and without the generated tokens' ids."""
+    """Of the largest, without payloads that our client took out of it."""
+    said_bytes: int = 0
+    """Of the same reply: what was generated, `text` and `output_ids`, which grows with the tokens whatever way the rows take."""
+
+
+def size(value: Any) -> int:
+    """Bytes of compact JSON."""
+    return len(json.dumps(value, separators=(",", ":")))
+
+
+def look(seen: Seen, whole: int, reply: dict[str, Any]) -> None:
+    """Takes down the largest reply."""
+    if whole > seen.json_bytes:
+        seen.json_bytes, seen.said_bytes = whole, size({k: reply[k] for k in ("text", "output_ids") if k in reply})
 
 
 def trainer(plan: Plan, seen: Seen) -> tuple[Callable[[], Awaitable[Rows]], Callable[[], Awaitable[None]]]:
@@ -66,8 +79,11 @@ def trainer(plan: Plan, seen: Seen) -> tuple[Callable[[], Awaitable[Rows]], Call
     async def ask() -> Rows:
         reply = await http.post(f"{plan.url}/generate", json=plan.body)
         reply.raise_for_status()
-        seen.json_bytes = max(seen.json_bytes, len(reply.content))
-        text = reply.json()["meta_info"]["routed_experts"]
+        got = reply.json()
+        look(seen, len(reply.content), got)
+        if not plan.rows:
+            return np.empty((0, plan.layers, plan.top_k), np.int32)
+        text = got["meta_info"]["routed_experts"]
         return np.frombuffer(b64decode(text), np.int32).reshape(-1, plan.layers, plan.top_k)
 
     return ask, http.aclose
@@ -80,9 +96,10 @@ def ours(plan: Plan, seen: Seen) -> tuple[Callable[[], Awaitable[Rows]], Callabl
     nixl = NixlReader(client.session, plan.url, agent=plan.agent) if plan.how == "nixl" else None
 
     async def ask() -> Rows:
-        reply = await client.generate(plan.body, load=nixl is None)
-        # The ids of the generated tokens are as many as there are tokens, whatever way the rows take.
-        seen.json_bytes = max(seen.json_bytes, len(json.dumps({k: v for k, v in reply.raw.items() if k != "output_ids"})))
+        reply = await client.generate(plan.body, load=nixl is None and plan.rows > 0)
+        look(seen, size(reply.raw), reply.raw)
+        if not plan.rows:
+            return np.empty((0, plan.layers, plan.top_k), np.uint8)
         if nixl is None:
             rows = reply.routed_experts
         else:
@@ -101,22 +118,28 @@ async def measure(plan: Plan) -> dict[str, Any]:
     """All samples at once."""
     seen = Seen()
     ask, close = (trainer if plan.how == "httpx" else ours)(plan, seen)
-    freeze, done = 0.0, False
+    freeze, ticks, done = 0.0, 0, False
 
     async def tick() -> None:
-        nonlocal freeze
+        nonlocal freeze, ticks
         while not done:
             began = time.perf_counter()
             await asyncio.sleep(0.001)
             freeze = max(freeze, time.perf_counter() - began - 0.001)
+            ticks += 1
 
     ticker = asyncio.create_task(tick())
     await asyncio.sleep(0.05)
-    freeze = 0.0
+    # What the ticker itself costs is taken off, tick by tick: it runs on while a sample takes its seconds.
+    used, ticks = resource.getrusage(resource.RUSAGE_SELF), 0
+    await asyncio.sleep(0.3)
+    idle = resource.getrusage(resource.RUSAGE_SELF)
+    a_tick = (idle.ru_utime + idle.ru_stime - used.ru_utime - used.ru_stime) / max(1, ticks)
+    freeze, ticks = 0.0, 0
     used, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     found = await asyncio.gather(*(ask() for _ in range(plan.samples)))
     wall = time.perf_counter() - began
-    now = resource.getrusage(resource.RUSAGE_SELF)
+    now, ticked = resource.getrusage(resource.RUSAGE_SELF), ticks
     done = True
     await ticker
     await close()
@@ -128,9 +151,10 @@ async def measure(plan: Plan) -> dict[str, Any]:
                 raise RuntimeError(f"{plan.how}: row {row} begins with {int(rows[row, 0, 0])}, not {wanted}")
     return {
         "wall": wall - plan.hold_seconds,
-        "cpu": now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime,
+        "cpu": max(0.0, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime - ticked * a_tick),
         "freeze": freeze,
         "json_bytes": seen.json_bytes,
+        "said_bytes": seen.said_bytes,
         "rss_mb": now.ru_maxrss / 1000,
     }
 

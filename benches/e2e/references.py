@@ -15,6 +15,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,8 +47,8 @@ HOWS = {
     "mapped": "reference, mmap",
     "nixl": "reference, NIXL",
 }
-# Seconds that decode runs: prefill's replies are in by then, as they are when a real sample ends minutes after its prefill.
-HOLD_SECONDS = {1: 1.0, 8: 4.0, 64: 20.0}
+# How long a router without work is watched, seconds: polls and timers are taken off what a run costs.
+IDLE_SECONDS = 5.0
 SENT = re.compile(r"^r3router_agent_sent_bytes_total (\d+)$", re.MULTILINE)
 
 
@@ -62,14 +63,24 @@ class Row:
     cpu: float | None = None
     freeze: float | None = None
     json_bytes: int | None = None
+    said_bytes: int | None = None
+    """Of the JSON: the generated text and ids."""
     client_rss_mb: float | None = None
     router_cpu: float | None = None
+    """Seconds a sample, what the router uses without work taken off."""
+    bare_cpu: float | None = None
+    """The same for the same request without rows."""
     router_rss_mb: float | None = None
     r3_in: int | None = None
     """Bytes that engines sent to the router in the place of rows, all samples: base64 text of rows or of descriptors."""
     fetches: int | None = None
     """Fetches of rows that the router answered."""
     note: str = ""
+
+
+def hold_seconds(samples: int) -> float:
+    """How long decode runs: prefill's replies are in by then, as they are when a real sample ends minutes after its prefill."""
+    return {1: 1.0, 8: 4.0}.get(samples, 0.32 * samples)
 
 
 def first_id(token: int) -> int:
@@ -147,10 +158,10 @@ def shared_folder() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def body() -> dict[str, Any]:
+def body(*, rows: bool = True) -> dict[str, Any]:
     """The request of every sample."""
     sampling = {"max_new_tokens": OUTPUT, "ignore_eos": True}
-    return {"input_ids": [151643] * PROMPT, "sampling_params": sampling, "return_routed_experts": True}
+    return {"input_ids": [151643] * PROMPT, "sampling_params": sampling, "return_routed_experts": rows}
 
 
 def r3_bytes(address: str) -> tuple[int, int]:
@@ -164,33 +175,61 @@ def r3_bytes(address: str) -> tuple[int, int]:
     return int(sum(float(n) for n in came)), int(sum(float(n) for n in fetched))
 
 
-def read(row: Row, how: str, address: str, process: Measured, *, hold: float, agent_url: str | None = None, key: bool = True) -> Row:
-    """Runs the client against a router that has just started, and fills the row."""
-    keys = [n for token in CHECKED_ROWS for n in (token, first_id(token))] if key else []
-    plan = {"url": address, "how": how, "body": body(), "samples": row.samples, "layers": LAYERS, "top_k": TOP_K, "rows": ROWS}
-    plan |= {"hold_seconds": hold, "agent": agent_url, "key": keys}
-    process.reset_peak()
-    before, came = process.cpu_seconds(), r3_bytes(address)
+def client(plan: dict[str, Any], what: str) -> dict[str, Any]:
+    """Runs a client of its own; what it measured."""
     script = Path(__file__).parent / "reader.py"
     done = subprocess.run(
         [r3router_python(), str(script)], input=json.dumps(plan).encode(), capture_output=True, timeout=380, env=environment()
     )
-    cpu = process.cpu_seconds() - before
     if done.returncode != 0:
         tail = done.stderr.decode(errors="replace")[-1500:]
-        raise RuntimeError(f"{row.engines}, {row.how}, {row.samples} at once: the client ended with {done.returncode}:\n{tail}")
+        raise RuntimeError(f"{what}: the client ended with {done.returncode}:\n{tail}")
     # NIXL says things on standard output too.
-    got = json.loads(done.stdout.strip().splitlines()[-1])
-    after = r3_bytes(address)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def read(
+    row: Row,
+    how: str,
+    address: str,
+    process: Measured,
+    *,
+    hold: float,
+    agent_url: str | None = None,
+    key: bool = True,
+    bare: bool = False,
+) -> Row:
+    """Runs the client against a router that has just started, and fills the row. `bare`: the same request without rows, too."""
+    keys = [n for token in CHECKED_ROWS for n in (token, first_id(token))] if key else []
+    plan = {"url": address, "how": how, "body": body(), "samples": row.samples, "layers": LAYERS, "top_k": TOP_K, "rows": ROWS}
+    plan |= {"hold_seconds": hold, "agent": agent_url, "key": keys}
+    what = f"{row.engines}, {row.how}, {row.samples} at once"
+    began, idle = time.monotonic(), process.cpu_seconds()
+    time.sleep(IDLE_SECONDS)
+    idle = (process.cpu_seconds() - idle) / (time.monotonic() - began)
+
+    def cost(plan: dict[str, Any]) -> tuple[dict[str, Any], float]:
+        began, before = time.monotonic(), process.cpu_seconds()
+        got = client(plan, what)
+        return got, (process.cpu_seconds() - before - idle * (time.monotonic() - began)) / row.samples
+
+    came = r3_bytes(address)
+    process.reset_peak()
+    got, cpu = cost(plan)
+    peak, after = process.memory_mb("VmHWM"), r3_bytes(address)
+    without = cost(plan | {"body": body(rows=False), "rows": 0, "key": []})[1] if bare else None
     return replace(
         row,
         wall=got["wall"],
         cpu=got["cpu"],
         freeze=got["freeze"],
         json_bytes=got["json_bytes"],
+        said_bytes=got["said_bytes"],
         client_rss_mb=got["rss_mb"],
-        router_cpu=cpu / row.samples,
-        router_rss_mb=process.memory_mb("VmHWM"),
+        router_cpu=cpu,
+        bare_cpu=without,
+        router_rss_mb=peak,
         r3_in=after[0] - came[0],
         fetches=after[1] - came[1],
     )
@@ -199,7 +238,7 @@ def read(row: Row, how: str, address: str, process: Measured, *, hold: float, ag
 def plain_engines(counts: tuple[int, ...], hows: tuple[str, ...], *, arena: int = ARENA, note: str = "") -> Iterator[Row]:
     """Engines as they come."""
     for count in counts:
-        hold = HOLD_SECONDS.get(count, 1.0)
+        hold = hold_seconds(count)
         backends = Backends()
         with backends.run(prompt_tokens=PROMPT, output_tokens=OUTPUT, row_ids=ROW_IDS, hold_seconds=hold, honours_start_len=True):
             for how in hows:
@@ -232,10 +271,11 @@ def plugged_engines(counts: tuple[int, ...], hows: tuple[str, ...]) -> Iterator[
                     for side, (rows, start) in zip(descriptors, ((prompt, 0), (output, PROMPT)), strict=True):
                         side.append(put(store, rows, start, url))
                 backends = Backends()
-                sides = {"prefill_descriptors": descriptors[0], "decode_descriptors": descriptors[1]}
+                # Once more for the requests without rows, whose descriptors nobody reads.
+                sides = {"prefill_descriptors": descriptors[0] * 2, "decode_descriptors": descriptors[1] * 2}
                 more.enter_context(backends.run(prompt_tokens=PROMPT, output_tokens=OUTPUT, row_ids=ROW_IDS, **sides))
                 address, process = more.enter_context(router(backends, folder))
-                yield read(row, how, address, process, hold=0.0)
+                yield read(row, how, address, process, hold=0.0, bare=how == "mapped")
 
 
 def put(store: StoreDir, rows: np.ndarray, start: int, url: str) -> str:
@@ -270,4 +310,4 @@ def emulated(counts: tuple[int, ...]) -> Iterator[Row]:
             backends = Backends(prefill=ports["prefill"], decode=ports["decode"], bootstrap=int(bootstrap[1]) if bootstrap else 0)
             with router(backends, store) as (address, process):
                 row = Row("emulator as plug-in", HOWS["http"], count, note="wall and client CPU with the emulated sample")
-                yield read(row, "http", address, process, hold=0.0, key=False)
+                yield read(row, "http", address, process, hold=0.0, key=False, bare=True)

@@ -51,7 +51,8 @@ class Reader:
         """Rows `first..end` of a reference, `[rows, layers, top_k]`; all of them without a range.
 
         One mapped segment gives a read-only view of shared memory. Several are joined in one new array, in which the largest is still
-        the file's memory when it is on this host; the others are copied, or fetched side by side into their places. `dtype` widens; without it the rows stay narrow, as `reference.dtype`.
+        the file's memory when it is on this host; the others are copied, or fetched side by side into their places. `dtype` widens;
+        without it the rows stay narrow, as `reference.dtype`.
 
         Raises:
             R3Error: see `r3router.r3.errors`. Nothing is returned in part.
