@@ -15,10 +15,12 @@ ifdef R3ROUTER_CACHE
 VENV := $(R3ROUTER_CACHE)/venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PEERS := $(R3ROUTER_CACHE)/peers
 TOOLS := $(R3ROUTER_CACHE)/deploy-tools
+MOONCAKE := $(R3ROUTER_CACHE)/mooncake
 else
 VENV := $(ROOT)/.venv
 PEERS := $(ROOT)/.venv-peers
 TOOLS := $(ROOT)/.deploy-tools
+MOONCAKE := $(ROOT)/.venv-mooncake
 endif
 BIN := $(VENV)/bin
 TARGET := $(or $(CARGO_TARGET_DIR),$(ROOT)/target)
@@ -28,6 +30,8 @@ export R3ROUTER_SIM_SEEDS := $(SEEDS)
 export PYTHONPATH := $(ROOT)/python
 # Where the tests of deploy/ find helm, kustomize and promtool.
 export DEPLOY_TOOLS := $(TOOLS)/bin
+# Where they find a Mooncake store's program and client.
+export R3ROUTER_MOONCAKE := $(MOONCAKE)
 HELM := helm.sh/helm/v3/cmd/helm@v3.20.2
 KUSTOMIZE := sigs.k8s.io/kustomize/kustomize/v5@v5.7.1
 # The peers that the demo and the benchmarks run beside ours; each gets an environment of its own, since two of them ship
@@ -67,6 +71,8 @@ demo: build ## Show the incident and its cure on an emulated fleet; writes targe
 test: build ## All tests, no GPU: cargo (SEEDS simulated fleets) and pytest.
 	$(call say,Testing the Rust crates ($(SEEDS) simulated fleets))
 	cargo test --workspace --profile fast --quiet
+	@# Where it cannot be had, the test that wants it is skipped and says so.
+	-@[ -e "$(MOONCAKE)/.done" ] || $(MAKE) --no-print-directory mooncake
 	$(call say,Testing from Python)
 	"$(BIN)/python" -m pytest --quiet -m alone
 	"$(BIN)/python" -m pytest --quiet -n 2 --dist worksteal -m "not alone"
@@ -111,6 +117,21 @@ $(TOOLS)/bin/promtool:
 		&& dpkg --fsys-tarfile prometheus_*.deb | tar --extract --to-stdout ./usr/bin/promtool > promtool
 	install -m 0755 "$(TOOLS)/prometheus/promtool" "$@"
 	rm -r "$(TOOLS)/prometheus"
+
+.PHONY: mooncake
+mooncake: $(MOONCAKE)/.done ## Get Mooncake's package (PyPI) and libibverbs (Debian), for the tests of `r3router sink`.
+
+# An environment of its own, since the package brings much; Debian's libraries are taken out of their packages, nothing is installed.
+$(MOONCAKE)/.done:
+	$(call say,Getting Mooncake)
+	$(PYTHON) -m venv "$(MOONCAKE)"
+	"$(MOONCAKE)/bin/python" -m pip install --quiet --disable-pip-version-check mooncake-transfer-engine-non-cuda numpy aiohttp orjson click
+	mkdir -p "$(MOONCAKE)/debian"
+	cd "$(MOONCAKE)/debian" && { apt-get download libibverbs1 libnl-3-200 libnl-route-3-200 \
+		|| { apt-get update && apt-get download libibverbs1 libnl-3-200 libnl-route-3-200; }; } \
+		&& for package in *.deb; do dpkg --extract "$$package" .; done && rm ./*.deb
+	chmod +x "$(MOONCAKE)"/lib/python3*/site-packages/mooncake/mooncake_master
+	touch "$@"
 
 .PHONY: deploy-check
 deploy-check: build deploy-tools ## Chart, kustomizations, examples, rules and image, all of them: nothing is skipped.
@@ -160,7 +181,7 @@ bench-r3: build ## R3 in the reply against R3 by reference, clients and router; 
 		--target "$(R3CLIENTS)" httpx pybase64 uvloop && touch "$(R3CLIENTS)/.done"; }
 	-[ -e "$(R3CLIENTS)/nixl_cu12" ] || "$(BIN)/python" -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target "$(R3CLIENTS)" 'nixl-cu12>=1.0'
-	PYTHONPATH="$(PYTHONPATH):$(R3CLIENTS)" "$(BIN)/python" benches/r3.py --write
+	PYTHONPATH="$(PYTHONPATH):$(R3CLIENTS)" "$(BIN)/python" benches/r3.py --warm --write
 
 .PHONY: bench-window
 bench-window: build ## Hold the computed window to its targets over the scenarios; writes benches/results/window.md.

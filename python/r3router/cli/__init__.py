@@ -15,6 +15,7 @@ COMMANDS: Final = {
     "simulate": "Run scenarios in virtual time with the real admission.",
     "demo": "Show the incident and its cure on an emulated fleet.",
     "agent": "Serve R3 rows of the engines on this host.",
+    "sink": "Put R3 rows into a Mooncake store, for trainers that read from one.",
     "version": "Print the version.",
 }
 

@@ -93,6 +93,8 @@ kinds! {
     R3Unsupported = "r3_unsupported", 501;
     /// The R3 arena cannot ever hold the request.
     R3ArenaTooSmall = "r3_arena_too_small", 400;
+    /// The process behind `--r3-sink` did not take the rows of a reply.
+    R3Sink = "r3_sink_failed", 502;
     /// There are no rows under this id.
     R3Unknown = "r3_unknown", 404;
     /// Nobody fetched the rows within `--r3-ref-expiry-secs`.

@@ -24,6 +24,7 @@ use crate::metrics::Metrics;
 use crate::pace::Pace;
 use crate::rows::RowWidths;
 use crate::settings::Settings;
+use crate::sink::Sink;
 use crate::store::{Arena, Place, Store};
 use crate::tls::{ClientTls, ServerTls};
 use crate::worker::Worker;
@@ -57,6 +58,8 @@ pub struct App {
     pub allow: Arc<Allow>,
     /// Agents on engines' hosts.
     pub agents: Arc<Agents>,
+    /// Puts rows into another store.
+    pub sink: Option<Sink>,
     /// Boot id of this machine, "" when it has none.
     pub host: Arc<str>,
     /// Requests in work, by the ids that clients abort them by.
@@ -135,6 +138,7 @@ impl App {
             )),
             tls: ServerTls::new(&settings)?,
             engine_tls,
+            sink: settings.r3_sink.as_deref().map(|url| Sink::new(url, settings.upstream_idle_secs)).transpose()?,
             host: Arc::from(host.trim()),
             registry: Registry::default(),
             metrics: Metrics::new(&settings.prometheus_duration_buckets),

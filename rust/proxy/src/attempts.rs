@@ -419,7 +419,13 @@ async fn merged(shared: &Arc<Shared>, sub: &Owner, started: Started) -> Result<S
     let arena = &shared.app.arena;
     let mut watch = Watch::default();
     let merged = {
-        let mut merging = pin!(merge_json(&mut decode, length, prefill, &plan, arena));
+        let mut merging = pin!(async {
+            let merged = merge_json(&mut decode, length, prefill, &plan, arena).await?;
+            match &shared.app.sink {
+                Some(sink) if shared.sink => merged.sunk(sink).await,
+                _ => Ok(merged),
+            }
+        });
         poll_fn(|cx| {
             if let Poll::Ready(error) = watch.poll(cx, shared, sub, &mut timer) {
                 return Poll::Ready(Err(error));

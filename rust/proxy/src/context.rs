@@ -55,6 +55,8 @@ pub struct Shared {
     pub key: u64,
     /// Whether payloads leave by reference.
     pub by_ref: bool,
+    /// Whether references go on to the sink.
+    pub sink: bool,
     /// Address that references name, "" when they are not wanted.
     pub base: Arc<str>,
 }

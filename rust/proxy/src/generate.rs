@@ -57,6 +57,16 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
         })?,
     };
     let by_ref = facts.via_store || asked == R3Transport::Ref;
+    // A client that names our own way gets our own references.
+    let named = head.headers.contains_key(R3_TRANSPORT);
+    let sink = facts.via_store && !named && !facts.stream && app.sink.is_some();
+    if sink && facts.indexer_topk {
+        let message = "indexer_topk cannot go into the sink's store";
+        return Err(plain(
+            Error::new(Kind::R3Unsupported, Source::Client, message)
+                .advise("leave return_indexer_topk out, or send x-r3-transport: ref"),
+        ));
+    }
     let base = if by_ref { public_url(app, &head.headers) } else { Arc::from("") };
     let model = facts.model.and_then(|span| body.get(span.start..span.end)).map(|m| {
         let text = String::from_utf8_lossy(m);
@@ -74,6 +84,7 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
         model: model.unwrap_or_default(),
         key: head.headers.get(ROUTING_KEY).map_or(0, key_hash),
         by_ref,
+        sink,
         base,
         body,
         facts,

@@ -288,6 +288,18 @@ fn write_admission(app: &App, text: &mut Text) {
         let count = count.load(std::sync::atomic::Ordering::Relaxed) as f64;
         text.line("r3router_r3_objects_total", &[("event", event)], count);
     }
+    text.head(
+        "r3router_r3_sink_total",
+        "References that went on to the sink's store, and those that it did not take.",
+        "counter",
+    );
+    for outcome in ["put", "failed"] {
+        let count = app.sink.as_ref().map_or(0, |sink| {
+            let count = if outcome == "put" { &sink.put } else { &sink.failed };
+            count.load(std::sync::atomic::Ordering::Relaxed)
+        });
+        text.line("r3router_r3_sink_total", &[("outcome", outcome)], count as f64);
+    }
     let whole = |n: i64| if n == i64::MAX { f64::INFINITY } else { n as f64 };
     type Read = fn(&r3router_core::admission::RankView, &dyn Fn(i64) -> f64) -> f64;
     let gauges: [(&str, &str, Read); 13] = [

@@ -50,6 +50,7 @@ pub mod rows;
 pub mod serve;
 pub mod server;
 pub mod settings;
+pub mod sink;
 pub mod store;
 pub mod timer;
 pub mod tls;

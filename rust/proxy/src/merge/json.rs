@@ -17,6 +17,7 @@ use super::resolve::{Sequence, begin};
 use super::rope::{Rope, Unwind};
 use super::weave::{self, Reply, weave};
 use super::{Account, Plan};
+use crate::sink::Sink;
 use crate::store::Arena;
 
 /// A reply ready to be sent: everything is checked. A body with an exact length.
@@ -31,6 +32,19 @@ pub struct Merged {
 impl Merged {
     pub(super) fn new(rope: Rope, account: Account) -> Self {
         Self { account, rope, unwind: None }
+    }
+
+    /// The same reply with its references put into another store. The objects that it named are let go: the sink has read them.
+    ///
+    /// # Errors
+    /// As [`Sink::replace`].
+    pub async fn sunk(self, sink: &Sink) -> Result<Self, Error> {
+        if !self.rope.holes.is_empty() {
+            // Rows that stand in the reply are not for the sink, and a reply with both is not asked for.
+            return Ok(self);
+        }
+        let text = sink.replace(&self.rope.text).await?;
+        Ok(Self::new(Rope { text: text.into(), ..Rope::default() }, self.account))
     }
 
     /// The exact `content-length` of what has not been taken out yet.

@@ -146,6 +146,11 @@ pub(super) fn contradictions(
             wrong("cors_allowed_origins", format!("{origin:?} cannot stand in a header"), "write scheme://host[:port]");
         }
     }
+    if let Some(url) = &s.r3_sink
+        && crate::address::Address::parse(url).is_err()
+    {
+        wrong("r3_sink", format!("{url:?} is no address"), "give http://HOST:PORT of `r3router sink`");
+    }
     if let Some(engine) = s.engine_waiting_timeout_secs
         && s.delivery_timeout() <= engine
     {

@@ -162,6 +162,9 @@ settings! {
         r3_ref_expiry_secs: Duration = Duration::from_secs(600); unit(Unit::Secs); range(0.01, DAY),
         /// Address under which clients fetch references, `http://HOST:PORT`. Left out: the one that the client used for its request.
         r3_public_url: Option<String> = None,
+        /// Address of `r3router sink`, which puts rows into another store. Requests with `return_outputs_via_store` that do not stream and
+        /// do not say `x-r3-transport: ref` then get that store's handle.
+        r3_sink: Option<String> = None,
         /// Layers of the model (all of them, dense ones too), for the shape in references. Left out, rows are one layer wide.
         r3_layers: Option<u32> = None; range(1.0, 65_535.0),
         /// Experts that each token is routed to, per layer.
