@@ -134,6 +134,22 @@ pub(super) fn params(c: &mut Cursor<'_>) -> Result<Params, Fault> {
     Ok(p)
 }
 
+/// How many digits stand at `from`, looked at eight at a time: a prompt has tens of thousands of ids.
+fn digits(bytes: &[u8], from: usize) -> usize {
+    const ONES: u64 = u64::from_ne_bytes([1; 8]);
+    let mut n = 0;
+    while let Some(eight) = bytes.get(from + n..).and_then(<[u8]>::first_chunk) {
+        // A digit becomes 0 to 9; the high bit of a byte is set where it is more.
+        let low = u64::from_le_bytes(*eight) ^ (ONES * 0x30);
+        let other = (((low & (ONES * 0x7f)) + ONES * 0x76) | low) & (ONES * 0x80);
+        if other != 0 {
+            return n + other.trailing_zeros() as usize / 8;
+        }
+        n += 8;
+    }
+    n + bytes.get(from + n..).unwrap_or_default().iter().take_while(|b| b.is_ascii_digit()).count()
+}
+
 /// One flat list of token ids; the number of them. The cursor is at the opening bracket.
 pub(super) fn flat_ids(c: &mut Cursor<'_>, name: &[u8]) -> Result<(Span, u32), Fault> {
     let start = c.pos;
@@ -146,9 +162,7 @@ pub(super) fn flat_ids(c: &mut Cursor<'_>, name: &[u8]) -> Result<(Span, u32), F
     loop {
         // The fast way: digits without a sign or a leading zero, then a comma or a bracket.
         let first = c.pos;
-        while c.peek().is_some_and(|b| b.is_ascii_digit()) {
-            c.pos += 1;
-        }
+        c.pos += digits(c.bytes, first);
         let plain = c.pos > first && (c.bytes[first] != b'0' || c.pos == first + 1);
         if !plain || matches!(c.peek(), Some(b'.' | b'e' | b'E')) {
             c.pos = first;
@@ -252,4 +266,26 @@ pub(super) fn embeds(c: &mut Cursor<'_>) -> Result<Option<Input>, Fault> {
         Ok(())
     })?;
     Ok(Some(Input { span, batch: Some(batch), ids: 0 }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::digits;
+
+    #[test]
+    fn digits_end_at_every_byte_that_is_none() {
+        for length in 0..20 {
+            for other in 0..=255u8 {
+                let mut text = vec![b'x'; 3];
+                text.extend((0..length).map(|i| b'0' + (i * 7 % 10) as u8));
+                text.push(other);
+                text.extend_from_slice(b"12");
+                let expected = length + if other.is_ascii_digit() { 3 } else { 0 };
+                assert_eq!(digits(&text, 3), expected, "{length} digits before byte {other}");
+                text.truncate(3 + length);
+                assert_eq!(digits(&text, 3), length);
+            }
+        }
+        assert_eq!(digits(b"1", 5), 0);
+    }
 }
