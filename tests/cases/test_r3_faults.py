@@ -81,6 +81,8 @@ GARBAGE: dict[str, bytes | dict[str, Any]] = {
     "no checksum member": {"crc32": "x"},
     "a shape of two": {"shape": [5, 4]},
     "a shape that overflows": {"shape": [5, 4_294_967_295, 4_294_967_295]},
+    "rows in the file's header": {"offset": 10},
+    "rows that begin inside a row": {"offset": 261},
     "another number of rows": {"rows": 3, "shape": [3, 4, 2]},
     "too long": {"path": "/" + "x" * 5000},
 }

@@ -338,6 +338,70 @@ def test_no_rows_stay_an_empty_payload(torch: None, state: State) -> None:
     assert req.routed_experts.shape == (0, LAYERS, TOP_K)
 
 
+class Prefill:
+    """A prefill scheduler of 0.5.11 to 0.5.17: a finished transfer's slots are freed and its reply is sent without R3."""
+
+    def __init__(self, hooks: Hooks, *, parts: bool) -> None:
+        self.hooks = hooks
+        self.scheduler = Scheduler(hooks)
+        self.output_streamer = self.scheduler.output_streamer
+        self.freed: list[Any] = []
+        collect = lambda req: hooks.collect(self.scheduler._collect, self.scheduler, req)  # noqa: E731
+        if parts:
+            self.batch_result_processor = types.SimpleNamespace(_maybe_collect_routed_experts=collect)
+        else:
+            self.maybe_collect_routed_experts = collect
+
+    def request(self, **more: Any) -> Any:
+        made = types.SimpleNamespace(
+            rid="p-1", return_routed_experts=True, routed_experts=None, routed_experts_start_len=0, seqlen=100, retraction_count=0
+        )
+        vars(made).update(more)
+        return made
+
+    def free(self, req: Any) -> None:
+        """`release_kv_cache` behind the hook: from here on the slots are others'."""
+        self.hooks.release(lambda request: self.freed.append((request, request.routed_experts)), req)
+
+    def look(self, *done: Any) -> None:
+        """`process_disagg_prefill_inflight_queue` behind the hook."""
+        self.hooks.in_flight(lambda scheduler: [self.free(req) for req in done], self)
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["mixin", "parts"])
+def test_prefill_engines_that_collect_no_rows_have_them_collected_before_their_slots_are_freed(
+    torch: None, state: State, parts: bool
+) -> None:
+    prefill = Prefill(Hooks(state), parts=parts)
+    first, second, plain = prefill.request(), prefill.request(seqlen=60, routed_experts_start_len=20), prefill.request()
+    plain.return_routed_experts = False
+    prefill.look(first, second, plain)
+    assert state.runtime is not None and state.runtime.writer.drain()
+    assert [req for req, _ in prefill.freed] == [first, second, plain]
+    for req, rows in prefill.freed[:2]:
+        assert rows is not None and rows is req.routed_experts, "the rows are there when the slots are freed"
+        got = descriptor(req)
+        table = prefill.scheduler.table[3, req.routed_experts_start_len : req.seqlen - 1]
+        assert np.array_equal(open_rows(str(got.path))[1], prefill.scheduler.buffer[table]) and got.pos == req.routed_experts_start_len
+    assert prefill.freed[2][1] is None, "who asked for no rows gets none"
+
+
+def test_slots_that_are_freed_elsewhere_are_left_alone(torch: None, state: State, caplog: pytest.LogCaptureFixture) -> None:
+    prefill = Prefill(Hooks(state), parts=False)
+    aborted = prefill.request()
+    prefill.free(aborted)
+    assert prefill.freed == [(aborted, None)], "an abort, a retraction: nothing is collected outside of the look at transfers"
+    have = prefill.request(routed_experts="there")
+    prefill.look(have)
+    assert have.routed_experts == "there", "an engine that collects itself is not asked twice"
+    prefill.maybe_collect_routed_experts = lambda req: 1 / 0
+    broken = prefill.request()
+    prefill.look(broken)
+    assert prefill.freed[-1] == (broken, None) and "cannot be collected on prefill" in caplog.text, "the engine goes on"
+    prefill.free(prefill.request())
+    assert prefill.freed[-1][1] is None, "the look is over, whatever happened in it"
+
+
 def test_ranks_that_do_not_stream_gather_nothing(torch: None, state: State) -> None:
     scheduler = Scheduler(Hooks(state), streams=False)
     assert scheduler.finish().routed_experts is None and scheduler.gathers == 0
