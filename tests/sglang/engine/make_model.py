@@ -1,9 +1,10 @@
 """Write tiny local model folders (config.json + byte-level tokenizer, no weights).
 
-    python make_model.py OUT_DIR [gpu]
+    python make_model.py OUT_DIR [gpu|wide]
 
-(`gpu`: head and hidden sizes that CUDA kernels accept) makes OUT_DIR/qwen3_moe, OUT_DIR/qwen3_next and OUT_DIR/qwen3_5_moe for use with
-`--load-format dummy`.
+makes OUT_DIR/qwen3_moe, OUT_DIR/qwen3_next and OUT_DIR/qwen3_5_moe for use with `--load-format dummy`.
+`gpu`: head and hidden sizes that CUDA kernels accept. `wide`: qwen3_moe alone, with 2 KiB of R3 a token, so that a prompt that a CPU can
+compute has a payload of the size that real models have.
 """
 
 import json
@@ -86,6 +87,7 @@ GPU = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 128,
 }
+WIDE = {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 64, "moe_intermediate_size": 16}
 GPU_HYBRID = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 128}
 
 
@@ -94,9 +96,11 @@ def main(root, size="cpu"):
     if size == "gpu":
         BASE.update(GPU)
         HYBRID.update(GPU_HYBRID)
+    if size == "wide":
+        BASE.update(WIDE)
     hid = BASE["hidden_size"]
     mrope = [11, 11, 10] if size == "gpu" else [3, 3, 2]
-    for kind in ("qwen3_moe", "qwen3_next", "qwen3_5_moe"):
+    for kind in ("qwen3_moe",) if size == "wide" else ("qwen3_moe", "qwen3_next", "qwen3_5_moe"):
         out = root / kind
         out.mkdir(parents=True, exist_ok=True)
         ids = tokenizer(out)

@@ -20,12 +20,14 @@ import calm
 import cpu_kernels
 import nixl_dram
 import reserve
+import steps
 import weights
 
 cpu_kernels.install()
 nixl_dram.install()
 weights.install()
 reserve.install()
+steps.install()
 if "--dp-size" in sys.argv:
     calm.install()
 
