@@ -58,6 +58,8 @@ labels! {
         RequestTimeout = "request_timeout",
         /// An R3 part was missing or did not fit.
         R3 = "r3_mismatch",
+        /// The sink did not take the rows.
+        Sink = "r3_sink_failed",
         /// A fault of the router.
         Internal = "internal",
     }
@@ -90,6 +92,7 @@ impl ClientOutcome {
             Kind::EngineRejected => Self::EngineRejected,
             Kind::Connect | Kind::Reset | Kind::EngineFailed | Kind::EngineProtocol => Self::EngineFailed,
             Kind::R3Mismatch => Self::R3,
+            Kind::R3Sink => Self::Sink,
             Kind::Unauthorized => Self::Unauthorized,
             _ => Self::Internal,
         }
