@@ -183,6 +183,13 @@ bench-r3: build ## R3 in the reply against R3 by reference, clients and router; 
 		--target "$(R3CLIENTS)" 'nixl-cu12>=1.0'
 	PYTHONPATH="$(PYTHONPATH):$(R3CLIENTS)" "$(BIN)/python" benches/r3.py --warm --write
 
+.PHONY: bench-policies
+bench-policies: build ## cache_aware beside sglang-router's on the same conversations, memory and time of prefixes; writes benches/results/policies.md.
+	-@$(MAKE) --no-print-directory peer-sglang-router
+	$(call say,Benchmark: policies)
+	cargo bench --no-run --quiet --profile fast -p r3router-core --bench policies
+	R3ROUTER_PEERS="$(PEERS)" "$(BIN)/python" benches/policies.py --write
+
 .PHONY: bench-window
 bench-window: build ## Hold the computed window to its targets over the scenarios; writes benches/results/window.md.
 	$(call say,Sweeping the scenarios in virtual time)

@@ -15,5 +15,5 @@ def test_every_case_that_has_tests_has_a_break() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for one in breaks.BREAKS:
         assert f"def {one.tests}" in tests, f"{one.case} has no test"
-    named = {one.tests for one in breaks.BREAKS}
-    assert len(named) == len(breaks.BREAKS) == 25
+    named = {(one.tests, one.where) for one in breaks.BREAKS}
+    assert len(named) == len(breaks.BREAKS) == 34

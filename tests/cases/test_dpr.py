@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from scripted.calls import CHAT, COMPLETION, GENERATE, crowd, statuses
+from scripted.calls import CHAT, COMPLETION, GENERATE, ROUTES, crowd, statuses, until
+from scripted.engine import Engine, Leg
+from scripted.fleet import Fleet
 from scripted.lab import Lab
 
 MAX_ROOM = 2**63 - 1
@@ -62,3 +67,86 @@ async def test_dpr_2_the_two_sides_have_ranks_of_their_own(lab: Lab, prefill_dp:
             lines = [line for line in log.splitlines() if prefill.rid in line]
             assert lines, f"no log line for {prefill.rid}"
             assert any(f"@{prefill.rank}" in line and f"@{decode.rank}" in line and str(prefill.room) in line for line in lines), lines
+
+
+SESSIONS = 64
+TURNS = 10
+
+
+def keyed(session: int) -> list[tuple[str, str]]:
+    return [("X-SMG-Routing-Key", f"s-{session}")]
+
+
+def places(legs: list[Leg]) -> dict[str, list[tuple[str, int]]]:
+    """Where each routing key was served, in order."""
+    seen: dict[str, list[tuple[str, int]]] = {}
+    for leg in sorted(legs, key=lambda leg: leg.arrived):
+        seen.setdefault(leg.request.header("x-smg-routing-key") or "", []).append((leg.engine.name, leg.rank))
+    return seen
+
+
+def changes(at: list[tuple[str, int]]) -> int:
+    """How often a key moved."""
+    return sum(a != b for a, b in pairwise(at))
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("mode", ["pd", "regular"])
+async def test_dpr_3_a_session_stays_on_its_rank_and_ranks_have_equal_shares(lab: Lab, mode: str, path: str) -> None:
+    role = "prefill" if mode == "pd" else "regular"
+    sticky = [Engine(role, f"E{i}", dp_size=4) for i in range(2)]
+    others = [Engine("decode", f"D{i}", dp_size=4) for i in range(2)] if mode == "pd" else []
+    fleet = await lab.fleet(Fleet([*sticky, *others]))
+    router = await lab.router(fleet, "--policy", "manual", "--log-level", "warn")
+    client = router.client
+    lengths = random.Random(3)
+    spans: dict[int, float] = {}
+
+    async def session(number: int) -> None:
+        pause = lengths.uniform(0.001, 0.1)
+        begun = asyncio.get_running_loop().time()
+        for _ in range(TURNS):
+            assert (await client.post(path, ROUTES[path], keyed(number))).status == 200
+            await asyncio.sleep(pause)
+        spans[number] = asyncio.get_running_loop().time() - begun
+
+    await asyncio.gather(*(session(number) for number in range(SESSIONS)))
+    fleet.check()
+    seen = places(fleet.legs(role))
+    assert len(seen) == SESSIONS and all(len(at) == TURNS for at in seen.values())
+    assert all(len(set(at)) == 1 for at in seen.values()), "a session was on two ranks"
+    keys = Counter(at[0] for at in seen.values())
+    assert set(keys.values()) == {8}, f"sessions per rank: {keys}"
+    # Active sessions of a rank, over the time of the whole: the sum of their lengths.
+    active: Counter[tuple[str, int]] = Counter()
+    for number, span in spans.items():
+        active[seen[f"s-{number}"][0]] += span  # type: ignore[assignment]
+    assert max(active.values()) / (sum(active.values()) / 8) <= 1.5, active
+
+    # One engine dies: its sessions move once, evenly, and the others stay.
+    await sticky[0].stop()
+    for engine in fleet.engines:
+        engine.legs.clear()
+    for _ in range(3):
+        answers = await asyncio.gather(*(client.post(path, ROUTES[path], keyed(number)) for number in range(SESSIONS)))
+        assert statuses(answers) == {200: SESSIONS}
+    after = places([leg for leg in fleet.legs(role) if leg.end == "answered"])
+    assert all(changes(at) == 0 for at in after.values()), "a session moved twice"
+    assert all(after[key][0] == at[0] for key, at in seen.items() if at[0][0] == "E1"), "a session moved that need not"
+    assert set(Counter(at[0] for at in after.values()).values()) == {16}
+    moved = (await router.metrics()).sum("r3router_decisions_total", reason="routing_key_moved")
+    assert moved == 32, "each move is counted"
+
+
+async def test_dpr_3_a_rank_over_its_limit_is_left_after_a_little_and_the_move_is_counted(lab: Lab) -> None:
+    fleet = await lab.fleet(Fleet([Engine("regular", "E0", dp_size=2, max_running=2, run_s=60.0)]))
+    router = await lab.router(fleet, "--policy", "manual")
+    calls = [asyncio.create_task(router.client.post("/generate", GENERATE, keyed(1))) for _ in range(3)]
+    await until(lambda: len(fleet.engines[0].legs) == 3, "the third goes on when it has waited for its rank")
+    first, second, third = (leg.rank for leg in fleet.engines[0].legs)
+    assert first == second != third
+    assert (await router.metrics()).sum("r3router_decisions_total", reason="routing_key_moved") == 1
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await fleet.quiet()

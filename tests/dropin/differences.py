@@ -10,7 +10,7 @@ PD = ("pd",)
 REGULAR = ("regular",)
 GENERATE = (
     *("generate-text", "generate-ids", "generate-headers", "generate-unknown-field", "generate-logprob", "generate-stream", "generate-rid"),
-    *("generate-r3", "generate-engine-*", "generate-engine-says-text"),
+    *("generate-r3", "generate-engine-*", "generate-engine-says-text", "generate-target"),
 )
 CHAT = ("chat", "chat-unknown-field", "chat-stream", "chat-r3", "chat-engine-*")
 COMPLETIONS = ("completions", "completions-stream", "completions-r3")
@@ -183,6 +183,11 @@ ANSWERS = [
         "R3-1",
     ),
     Difference(
+        ("status", "headers.x-engine", "body.*", "engines.*"),
+        ("generate-target-unknown",),
+        "The header names a worker under every policy, and one that is not there is 503; the peer reads it under consistent_hashing only.",
+    ),
+    Difference(
         ("headers.content-type", "headers.x-engine"),
         ("generate-logprob",),
         "The peer labels a merged reply application/octet-stream and loses the engine's headers.",
@@ -198,13 +203,14 @@ ANSWERS = [
     Difference(
         ("body*",),
         ("generate-engine-says-text",),
-        "A failed engine's own sentence in the one shape that every error of the router has, with the engine's address.",
+        "A failed engine's own sentence in the one shape that every error of a pair has, with the engine's address.",
+        modes=PD,
     ),
-    Difference(("headers.content-type",), ("generate-engine-says-text",), "As above: it is JSON.", modes=REGULAR),
     Difference(
         ("body.*",),
         ("*-engine-500", "*-engine-503"),
-        "As above: one shape for every failed engine.",
+        "As above: one shape for every failed engine of a pair, with which of the two it was.",
+        modes=PD,
     ),
     Difference(
         ("body.*",),
@@ -296,12 +302,18 @@ WORKERS = [
         "The reply says in which state the worker is: accepted is not active.",
         "WRK-1",
     ),
-    Difference(("body.message",), ("worker-put",), "It is changed when the reply comes, not queued."),
+    Difference(("body.message",), ("worker-put", "worker-put-key", "worker-put-health"), "It is changed when the reply comes, not queued."),
     Difference(
-        ("body.error", "body.code"),
-        ("worker-unknown", "worker-no-uuid", "worker-delete-unknown"),
-        "404 in the shape that every error has.",
+        ("body.warnings",),
+        ("worker-put-health",),
+        "Health checks are set for all workers at once; the peer takes numbers for one worker, and ours says that they change nothing.",
     ),
+    Difference(
+        ("body.error",),
+        ("worker-unknown", "worker-no-uuid", "worker-delete-unknown", "worker-put-unknown"),
+        "Our own sentence beside the peer's code: it says where the list of workers is.",
+    ),
+    Difference(("body.code",), ("worker-no-uuid",), "As the status: a word that is no UUID is an unknown worker."),
     Difference(("status",), ("worker-no-uuid",), "A worker's address is taken as its id, so a word that is no UUID is merely unknown."),
     Difference(("body", "headers.*"), ("worker-patch", "workers-wrong-method"), "405 with a body that says what to use."),
     Difference(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from scripted.acts import answer
 from scripted.calls import GENERATE, statuses
+from scripted.calls import ROUTES as CALLS
 from scripted.engine import Engine
 from scripted.fleet import Fleet
 from scripted.lab import Lab
@@ -201,3 +203,27 @@ async def test_requests_over_the_rate_wait_and_those_that_would_wait_too_long_ar
     assert "--rate-limit-tokens-per-second" in refused.error()["message"]
     assert int(refused.header("retry-after") or 0) >= 1
     assert len(fleet.d.legs) == 4
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_a_regular_engines_failure_reaches_the_client_as_the_engine_wrote_it(lab: Lab, status: int) -> None:
+    fleet = await lab.fleet(Fleet([Engine("regular", "R0"), Engine("regular", "R1")]))
+    router = await lab.router(fleet, "--retry-initial-backoff-ms", "1")
+    body = b'{"object":"error","message":"it broke","code":%d}' % status
+    for engine in fleet.engines:
+        engine.script = lambda leg: answer(status, body)
+    for path, call in CALLS.items():
+        got = await router.client.post(path, call)
+        assert (got.status, got.body, got.header("content-type")) == (status, body, "application/json")
+        assert got.header("x-smg-error-code") == "engine_failed"
+    # All attempts were made before: it is the last one's reply.
+    assert fleet.posts() >= 2 * len(CALLS)
+
+
+async def test_a_failed_engine_without_words_gets_ours(lab: Lab) -> None:
+    fleet = await lab.fleet(Fleet([Engine("regular", "R0")]))
+    router = await lab.router(fleet, "--disable-retries")
+    fleet.engines[0].script = lambda leg: answer(500, b"")
+    got = await router.client.generate(**GENERATE)
+    assert got.status == 500
+    assert got.error()["worker"].startswith(fleet.engines[0].url)

@@ -215,12 +215,53 @@ async def test_an_unreachable_worker_stays_pending_and_says_why(lab: Lab) -> Non
     await dead.stop()
 
 
-async def test_an_unknown_id_is_404(lab: Lab) -> None:
+async def test_an_unknown_id_is_404_in_the_shape_that_frameworks_know(lab: Lab) -> None:
     _, _, client = await lab.serve()
-    for method in ("GET", "DELETE"):
-        got = await client.request(method, "/workers/00000000-0000-4000-8000-000000000000")
-        assert got.status == 404
-        assert got.error()["code"] == "not_found"
+    for method in ("GET", "PUT", "DELETE"):
+        for worker_id in ("00000000-0000-4000-8000-000000000000", "nobody", quote("http://127.0.0.1:9", safe="")):
+            got = await client.request(method, f"/workers/{worker_id}", b"{}" if method == "PUT" else b"")
+            assert got.status == 404
+            assert got.json()["code"] == "WORKER_NOT_FOUND"
+            assert "GET /workers" in got.json()["error"]
+            assert (got.header("content-type"), got.header("x-smg-error-code")) == ("application/json", "not_found")
+
+
+async def test_a_changed_key_is_sent_from_then_on_and_never_shown(lab: Lab) -> None:
+    fleet = await lab.fleet(Fleet([Engine("regular", "R0")]))
+    router = await lab.router(fleet)
+    client = router.client
+    (entry,) = await listed(client)
+
+    async def sent() -> str | None:
+        assert (await client.generate(**GENERATE)).status == 200
+        assert (await client.post("/flush_cache", b"")).status == 200
+        leg, control = fleet.engines[0].legs[-1].request, fleet.engines[0].control[-1]
+        assert leg.header("authorization") == control.header("authorization")
+        return leg.header("authorization")
+
+    assert await sent() is None
+    for key, header in (("k1", "Bearer k1"), ("k2", "Bearer k2"), ("", None)):
+        got = await client.request("PUT", f"/workers/{entry['id']}", {"api_key": key, "priority": 7, "labels": {"a": "b"}})
+        assert got.status == 202, got.body
+        assert await sent() == header
+    shown = (await client.get(f"/workers/{entry['id']}")).json()
+    assert (shown["priority"], shown["labels"]) == (7, {"a": "b"})
+    assert "api_key" not in shown and "k2" not in router.tail(1 << 20)
+
+
+async def test_health_numbers_of_one_worker_are_taken_with_a_warning_and_nonsense_is_not(lab: Lab) -> None:
+    _, _, client = await lab.serve()
+    entry = (await listed(client))[0]
+    good = {"health_check_timeout_secs": 9, "health_check_interval_secs": 5, "health_success_threshold": 1, "health_failure_threshold": 4}
+    got = await client.request("PUT", f"/workers/{entry['id']}", good)
+    assert got.status == 202
+    assert len(got.json()["warnings"]) == 4
+    shown = (await client.get(f"/workers/{entry['id']}")).json()
+    assert not set(good) & set(shown)
+    for bad in ({"health_check_timeout_secs": 0}, {"api_key": 5}, {"api_key": "a\nb"}, {"url": "http://127.0.0.1:9"}, {"priority": -1}):
+        got = await client.request("PUT", f"/workers/{entry['id']}", bad)
+        assert got.status == 400, bad
+        assert got.error()["code"] == "invalid_field"
 
 
 async def test_a_restarted_engine_behind_the_same_address_is_a_new_generation(lab: Lab) -> None:

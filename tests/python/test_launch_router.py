@@ -26,7 +26,7 @@ PEER = Path(os.environ.get("R3ROUTER_PEERS") or ROOT / ".venv-peers") / "sglang-
 needs_peer = pytest.mark.skipif(not PEER.exists(), reason="sglang-router is not installed; run `make peer-sglang-router`")
 
 # Defaults that differ from the peer's, as the help of each says.
-OWN_DEFAULTS = {"queue_size", "queue_timeout_secs"}
+OWN_DEFAULTS = {"queue_size", "queue_timeout_secs", "assignment_mode"}
 # The peer's class leaves these to its other defaults; its flags have ours.
 NONE_IN_CLASS = {"log_level", "prometheus_port", "prometheus_host", "prometheus_duration_buckets", "request_id_headers"}
 

@@ -119,7 +119,7 @@ class Engine:
     role: str
     name: str = "E"
     host: str = "127.0.0.1"
-    """A loopback address; engines that share a port, as pods do, differ in it."""
+    """A loopback address; engines that share a port, as pods do, differ in it. `::1` for an engine of an IPv6 cluster."""
     dp_size: int = 1
     kv_pool: int = 10_000_000
     max_running: int = 4096
@@ -202,12 +202,17 @@ class Engine:
     @property
     def url(self) -> str:
         """Base URL."""
-        return f"{'https' if self.server.tls else 'http'}://{self.host}:{self.server.port}"
+        return f"{'https' if self.server.tls else 'http'}://{self.url_host}:{self.server.port}"
+
+    @property
+    def url_host(self) -> str:
+        """The host as it stands in a URL."""
+        return f"[{self.host}]" if ":" in self.host else self.host
 
     @property
     def bootstrap_address(self) -> tuple[str, int]:
         """What decode must be told."""
-        return self.host, self.bootstrap.port
+        return self.url_host, self.bootstrap.port
 
     @property
     def dead(self) -> bool:

@@ -265,6 +265,7 @@ class Server:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     port: int = 0
     host: str = "127.0.0.1"
+    """A loopback address; `::1` for engines of an IPv6 cluster."""
     tls: ssl.SSLContext | None = None
     _listener: asyncio.Server | None = None
     _placeholder: socket.socket | None = None
@@ -278,12 +279,16 @@ class Server:
         if self._placeholder is not None:
             self._placeholder.close()
             self._placeholder = None
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((self.host, self.port))
+        sock = self._bound()
         self.port = sock.getsockname()[1]
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(lambda: _Connection(self), sock=sock, backlog=4096, ssl=self.tls)
+
+    def _bound(self) -> socket.socket:
+        sock = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((self.host, self.port))
+        return sock
 
     def refuse(self) -> None:
         """Stops to accept: connects are refused from now on. The port stays ours."""
@@ -291,9 +296,7 @@ class Server:
             self._listener.close()
             self._listener = None
         if self._placeholder is None:
-            self._placeholder = socket.socket()
-            self._placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._placeholder.bind((self.host, self.port))
+            self._placeholder = self._bound()
 
     def die(self) -> None:
         """As SIGKILL does it: the listener is gone and every connection is reset."""

@@ -10,6 +10,7 @@ pub mod health;
 pub mod ledger;
 pub mod load;
 mod pairing;
+pub mod policy;
 pub mod queue;
 pub mod r3;
 pub mod reason;

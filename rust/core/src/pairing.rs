@@ -6,14 +6,20 @@
 //! worse than twice the best choice in hindsight), or when a rank runs dry while more work waits for each rank that has the
 //! prefix than computing it again is ([`Need::behind`]): then it is needed there for longer than it takes to compute. So one
 //! hot prefix spreads, and sessions stay where they are.
+//!
+//! That is what the default policies mean. Under others, and for requests that name their rank, `by_policy` chooses among the
+//! ranks that have room by the same tests.
 use crate::admission::Request;
 use crate::affinity::{BLOCK_TOKENS, Match, REPLICAS};
 use crate::capacity::CLIP_MAX_NEW_TOKENS;
 use crate::fleet::{Fleet, takes};
 use crate::health::Cooldowns;
+use crate::policy::{Policies, Policy};
 use crate::reason::Reason;
 use crate::time::Moment;
 use crate::topology::{RankId, Role, WorkerId};
+
+mod by_policy;
 
 /// A regular rank with the prefix is left when it has so many more requests than the best one, at least...
 const REGULAR_SLACK: i64 = 4;
@@ -31,6 +37,12 @@ pub(crate) struct Need<'a> {
     pub(crate) request: &'a Request,
     /// Ranks that have its prefix.
     pub(crate) found: Match,
+    /// Decode ranks that have it, where decode's policy asks for it.
+    pub(crate) found_back: Match,
+    /// Random bits, where a policy asks for them.
+    pub(crate) draw: u64,
+    /// It has waited long enough for the rank of its key.
+    pub(crate) waited_out: bool,
     /// `max_new_tokens`, or the configured reserve.
     pub(crate) max_new: u32,
     /// Uncached tokens that idle prefill ranks could have computed while requests waited for ranks with their prefix.
@@ -67,9 +79,20 @@ pub(crate) struct Pair {
 }
 
 /// Chooses.
-pub(crate) fn choose(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>) -> Result<Pair, Reason> {
+pub(crate) fn choose(
+    fleet: &Fleet,
+    cooldowns: &Cooldowns,
+    policies: &Policies,
+    need: &Need<'_>,
+) -> Result<Pair, Reason> {
+    let of_targets = need.request.targets.any();
     if !fleet.is_pd() {
-        return regular(fleet, need);
+        if of_targets || policies.of(Role::Regular) != Policy::CacheAware {
+            let back = by_policy::back(fleet, cooldowns, policies, need, None)?;
+            return Ok(Pair { front: None, back, known: known_on(need.found, back) });
+        }
+        let (back, known) = near_prefix(fleet, cooldowns, need, None, need.found)?;
+        return Ok(Pair { front: None, back, known });
     }
     // What is cheap and commonest first: no decode rank has credit, or none has the room.
     if need.kept.is_none() {
@@ -81,10 +104,32 @@ pub(crate) fn choose(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>) -> R
             return Err(Reason::Kv);
         }
     }
-    let front = front(fleet, need)?;
-    let partner = fleet.ranks[front.slot as usize].id.worker;
-    let back = back(fleet, cooldowns, need, Some(partner))?;
-    Ok(Pair { front: Some(front), back, known: 0 })
+    let by_prefix = policies.of(Role::Prefill) == Policy::CacheAware && !of_targets;
+    let front = if by_prefix { front(fleet, need)? } else { by_policy::front(fleet, policies, need)? };
+    match with_back(fleet, cooldowns, policies, need, front) {
+        Err(_) if !by_prefix && cooldowns.resting(need.now) > 0 => {
+            by_policy::other_pair(fleet, cooldowns, policies, need)
+        }
+        pair => pair,
+    }
+}
+
+/// The decode rank for a prefill rank.
+fn with_back(
+    fleet: &Fleet,
+    cooldowns: &Cooldowns,
+    policies: &Policies,
+    need: &Need<'_>,
+    front: Front,
+) -> Result<Pair, Reason> {
+    let partner = Some(fleet.ranks[front.slot as usize].id.worker);
+    let (back, known) = match policies.of(Role::Decode) {
+        _ if need.request.targets.any() => (by_policy::back(fleet, cooldowns, policies, need, partner)?, 0),
+        Policy::Headroom => (back(fleet, cooldowns, need, partner)?, 0),
+        Policy::CacheAware => near_prefix(fleet, cooldowns, need, partner, need.found_back)?,
+        _ => (by_policy::back(fleet, cooldowns, policies, need, partner)?, 0),
+    };
+    Ok(Pair { front: Some(front), back, known })
 }
 
 /// Never above what any rank's own formula asks for.
@@ -126,6 +171,7 @@ fn others_left(fleet: &Fleet, need: &Need<'_>, role: Role) -> bool {
             && r.role == role
             && takes(r.closed)
             && !avoided(need, r.id)
+            && need.request.targets.of(role).is_none_or(|t| t.names(r.id))
             && match role {
                 Role::Prefill => r.capacity.fits_prompt(need.request.prompt_tokens),
                 _ => r.capacity.fits_idle(need.request.prompt_tokens, need.max_new),
@@ -139,30 +185,15 @@ fn front(fleet: &Fleet, need: &Need<'_>) -> Result<Front, Reason> {
     let prompt = i64::from(request.prompt_tokens).max(1);
     let tree = &fleet.prefill;
     let avoid = !request.avoid.is_empty() && others_left(fleet, need, Role::Prefill);
-    let text = request.r3.map_or(0, |r| r.prefill_text);
-    let fits = |slot: u32| {
-        let rank = &fleet.ranks[slot as usize];
-        rank.capacity.fits_prompt(request.prompt_tokens)
-            && !(avoid && avoided(need, rank.id))
-            && emits(fleet, rank.worker, r3, text)
-    };
+    let fits = |slot: u32| front_fits(fleet, need, slot, avoid);
 
     // The rank that was kept, or any: a request that waited so long does not insist on its prefix.
     if let Some(kept) = need.kept {
-        if let Some(slot) = kept.prefill
-            && fits(slot)
-            && prefill_credit(fleet, slot) >= uncached_on(request, found, slot)
-        {
-            return Ok(Front {
-                slot,
-                uncached: uncached_on(request, found, slot),
-                known: known_on(found, slot),
-                again: 0,
-            });
+        if let Some(slot) = kept_front(fleet, need, kept, fits) {
+            return Ok(front_on(need, slot));
         }
-        let slot =
-            tree.best(prompt, r3, |s| fits(s as u32)).ok_or_else(|| no_front(fleet, need, prompt, avoid))? as u32;
-        return Ok(Front { slot, uncached: uncached_on(request, found, slot), known: known_on(found, slot), again: 0 });
+        let slot = tree.best(prompt, r3, |s| fits(s as u32)).ok_or_else(|| no_front(fleet, need, prompt, avoid))?;
+        return Ok(front_on(need, slot as u32));
     }
 
     let matched = tokens(request, found.blocks);
@@ -209,6 +240,25 @@ fn front(fleet: &Fleet, need: &Need<'_>) -> Result<Front, Reason> {
         return Ok(Front { slot, uncached: prompt, known: 0, again });
     }
     Err(Reason::Affinity)
+}
+
+/// Whether a prefill rank that has credit takes the request. `avoid` says that ranks it failed on are left out.
+fn front_fits(fleet: &Fleet, need: &Need<'_>, slot: u32, avoid: bool) -> bool {
+    let (request, rank) = (need.request, &fleet.ranks[slot as usize]);
+    rank.capacity.fits_prompt(request.prompt_tokens)
+        && !(avoid && avoided(need, rank.id))
+        && emits(fleet, rank.worker, request.r3.is_some(), request.r3.map_or(0, |r| r.prefill_text))
+}
+
+/// The prefill rank that is kept for the request, when it would take it.
+fn kept_front(fleet: &Fleet, need: &Need<'_>, kept: Kept, fits: impl Fn(u32) -> bool) -> Option<u32> {
+    let enough = |slot| prefill_credit(fleet, slot) >= uncached_on(need.request, need.found, slot);
+    kept.prefill.filter(|&slot| fits(slot) && enough(slot))
+}
+
+fn front_on(need: &Need<'_>, slot: u32) -> Front {
+    let (request, found) = (need.request, need.found);
+    Front { slot, uncached: uncached_on(request, found, slot), known: known_on(found, slot), again: 0 }
 }
 
 fn known_on(found: Match, slot: u32) -> usize {
@@ -263,30 +313,18 @@ fn back(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>, partner: Option<W
     let role = if partner.is_some() { Role::Decode } else { Role::Regular };
     let r3 = request.r3.is_some();
     let avoid = !request.avoid.is_empty() && others_left(fleet, need, role);
-    let text = request.r3.map_or(0, |r| r.decode_text);
     let mut why = Reason::Kv;
     let mut cooled = false;
     let fits = |slot: u32, cooling: bool, why: &mut Reason, cooled: &mut bool| {
-        let rank = &fleet.ranks[slot as usize];
-        let free = rank.free();
-        let reason = if !rank.capacity.fits_idle(request.prompt_tokens, need.max_new)
-            || rank.capacity.kv_need(request.prompt_tokens, need.max_new) > free.kv
-        {
-            Reason::Kv
-        } else if avoid && avoided(need, rank.id) {
-            Reason::Avoided
-        } else if stale(fleet, slot, need.now) {
-            Reason::Stale
-        } else if !emits(fleet, rank.worker, r3, text) {
-            Reason::R3EgressDecode
-        } else if cooling && partner.is_some_and(|p| cooldowns.rests(p, rank.id.worker, need.now)) {
-            *cooled = true;
-            Reason::Cooling
-        } else {
-            return true;
-        };
-        *why = reason;
-        false
+        let cooling = partner.filter(|_| cooling).map(|p| (cooldowns, p));
+        match back_fits(fleet, need, slot, avoid, cooling) {
+            Ok(()) => true,
+            Err(reason) => {
+                *cooled |= reason == Reason::Cooling;
+                *why = reason;
+                false
+            }
+        }
     };
     // The rank that was kept, or any other that is free before it.
     if let Some(slot) = need.kept.and_then(|k| k.decode)
@@ -314,6 +352,34 @@ fn back(fleet: &Fleet, cooldowns: &Cooldowns, need: &Need<'_>, partner: Option<W
     Err(why)
 }
 
+/// Whether a decode or regular rank that is open takes the request, or why not. `cooling` is the prefill worker whose pairs may rest.
+fn back_fits(
+    fleet: &Fleet,
+    need: &Need<'_>,
+    slot: u32,
+    avoid: bool,
+    cooling: Option<(&Cooldowns, WorkerId)>,
+) -> Result<(), Reason> {
+    let request = need.request;
+    let rank = &fleet.ranks[slot as usize];
+    let free = rank.free();
+    if !rank.capacity.fits_idle(request.prompt_tokens, need.max_new)
+        || rank.capacity.kv_need(request.prompt_tokens, need.max_new) > free.kv
+    {
+        Err(Reason::Kv)
+    } else if avoid && avoided(need, rank.id) {
+        Err(Reason::Avoided)
+    } else if stale(fleet, slot, need.now) {
+        Err(Reason::Stale)
+    } else if !emits(fleet, rank.worker, request.r3.is_some(), request.r3.map_or(0, |r| r.decode_text)) {
+        Err(Reason::R3EgressDecode)
+    } else if cooling.is_some_and(|(cooldowns, p)| cooldowns.rests(p, rank.id.worker, need.now)) {
+        Err(Reason::Cooling)
+    } else {
+        Ok(())
+    }
+}
+
 /// Whether a kept rank would be open for the request that it is kept for.
 fn kept_is_free(fleet: &Fleet, slot: u32) -> bool {
     let rank = &fleet.ranks[slot as usize];
@@ -326,30 +392,31 @@ fn stale(fleet: &Fleet, slot: u32, now: Moment) -> bool {
     matches!(&fleet.workers[rank.worker as usize], Some(w) if w.facts.reports_load) && fleet.is_stale(rank, now)
 }
 
-fn regular(fleet: &Fleet, need: &Need<'_>) -> Result<Pair, Reason> {
-    let found = need.found;
-    let no_pairs = Cooldowns::default();
-    let best = back(fleet, &no_pairs, need, None)?;
-    let mut pair = Pair { front: None, back: best, known: known_on(found, best) };
+/// The rank that has the prompt's prefix, unless it has so many more requests than the best one. Gives the blocks that it has.
+fn near_prefix(
+    fleet: &Fleet,
+    cooldowns: &Cooldowns,
+    need: &Need<'_>,
+    partner: Option<WorkerId>,
+    found: Match,
+) -> Result<(u32, usize), Reason> {
+    let best = back(fleet, cooldowns, need, partner)?;
     if found.is_empty() || found.has(best) || need.kept.is_some() {
-        return Ok(pair);
+        return Ok((best, known_on(found, best)));
     }
     let request = need.request;
     let r3 = request.r3.is_some();
     let tree = &fleet.decode;
     let avoid = !request.avoid.is_empty();
     let open = |slot: u32| fleet.ranks[slot as usize].ledger.occupied().open;
-    let on_prefix = found.slots().filter(|&s| {
-        let rank = &fleet.ranks[s as usize];
-        tree.room(s as usize, r3).is_some_and(|room| room >= rank.capacity.kv_need(request.prompt_tokens, need.max_new))
-            && !(avoid && avoided(need, rank.id))
-            && !stale(fleet, s, need.now)
-            && emits(fleet, rank.worker, r3, request.r3.map_or(0, |r| r.decode_text))
-    });
+    let cooling = partner.map(|p| (cooldowns, p));
+    let on_prefix = found
+        .slots()
+        .filter(|&s| tree.room(s as usize, r3).is_some() && back_fits(fleet, need, s, avoid, cooling).is_ok());
     if let Some(slot) = on_prefix.min_by_key(|&s| (open(s), fleet.ranks[s as usize].turn))
         && open(slot) - open(best) <= REGULAR_SLACK.max(open(best) / 2)
     {
-        pair = Pair { front: None, back: slot, known: found.blocks };
+        return Ok((slot, found.blocks));
     }
-    Ok(pair)
+    Ok((best, known_on(found, best)))
 }

@@ -28,8 +28,12 @@ pub struct Entry {
     pub held: Reason,
     /// Which ranks had its prefix, and when that was looked up.
     pub found: Match,
+    /// The same of decode ranks, where a policy asks for it.
+    pub found_back: Match,
     /// See `found`.
     pub found_at: Moment,
+    /// Since when it waits for the rank of its key while others have room; [`Moment::NEVER`] when it does not.
+    pub key_since: Moment,
     generation: u32,
     live: bool,
     key: u32,
@@ -188,7 +192,9 @@ impl Queue {
             overtaken: 0,
             held: Reason::Queued,
             found: Match::default(),
+            found_back: Match::default(),
             found_at: Moment::ZERO,
+            key_since: Moment::NEVER,
             generation,
             live: true,
             key,

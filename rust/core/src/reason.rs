@@ -38,6 +38,10 @@ reasons! {
     PrefillWait = "prefill_wait",
     /// Waits for the prefill rank that has its prefix.
     Affinity = "affinity",
+    /// Waits for the prefill rank of its routing key.
+    Key = "routing_key",
+    /// Waits for the decode (or regular) rank of its routing key.
+    KeyDecode = "routing_key_decode",
     /// Too many R3 bytes are about to leave the prefill engine.
     R3Egress = "r3_egress",
     /// Too many R3 bytes are about to leave the decode (or regular) engine.
@@ -76,6 +80,8 @@ reasons! {
     Cancelled = "cancelled",
     /// Moved away from the prefill rank that has its prefix.
     AffinityMoved = "affinity_moved",
+    /// A routing key was moved to another rank.
+    KeyMoved = "routing_key_moved",
 }
 
 impl Reason {

@@ -34,7 +34,7 @@ pub struct Abort {
 }
 
 fn call(worker: &Worker, body: Bytes) -> Call {
-    Call::post(Uri::from_static("/abort_request"), body).with_key(worker.key.as_ref())
+    Call::post(Uri::from_static("/abort_request"), body).with_key(worker.key.get().as_ref())
 }
 
 fn rid_body(rid: &str) -> Bytes {

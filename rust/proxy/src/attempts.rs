@@ -24,7 +24,6 @@ use crate::live::{Owner, Signal};
 use crate::merge::{Merged, merge_json};
 use crate::metrics::LegResult;
 use crate::relay::{Relay, completion_tokens, note, note_account};
-use crate::settings::Policy;
 
 /// Replies up to this size are read whole before the first byte is sent, so that a broken one can be tried again.
 pub const WHOLE: usize = 256 << 10;
@@ -96,7 +95,7 @@ impl Default for RetryBudget {
 /// What the admission is told of a sub-request.
 pub fn admission_request(shared: &Shared, mode: Mode) -> Request {
     let mut request = sized(shared, mode);
-    let by_prefix = matches!(shared.app.settings.policy, Policy::CacheAware | Policy::PrefixHash) && !mode.whole;
+    let by_prefix = shared.app.settings.by_prefix() && !mode.whole;
     let prefix = if by_prefix { prefix_hashes(&shared.body, &shared.facts, mode.index) } else { Vec::new() };
     if !prefix.is_empty() {
         request.prefix = prefix.into();
@@ -138,6 +137,7 @@ pub fn sized(shared: &Shared, mode: Mode) -> Request {
         r3,
         avoid: Vec::new(),
         retry: false,
+        targets: shared.targets,
     }
 }
 

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
 use parking_lot::Mutex;
 use r3router_core::error::Kind;
+use r3router_core::policy::Targets;
 use r3router_core::wire::{Facts, Route};
 
 use crate::app::App;
@@ -53,6 +54,8 @@ pub struct Shared {
     pub model: String,
     /// Hash of the routing key, 0 without one.
     pub key: u64,
+    /// Where the client wants it served.
+    pub targets: Targets,
     /// Whether payloads leave by reference.
     pub by_ref: bool,
     /// Whether references go on to the sink.
@@ -65,8 +68,8 @@ impl Shared {
     /// Headers of a leg to `worker`: the worker's key, or the client's own where the router does not check clients itself.
     pub fn leg_headers(&self, worker: &Worker) -> HeaderMap {
         let mut headers = self.headers.clone();
-        if let Some(auth) = worker.key.as_ref().or(self.client_auth.as_ref()) {
-            headers.insert(header::AUTHORIZATION, auth.clone());
+        if let Some(auth) = worker.key.get().or_else(|| self.client_auth.clone()) {
+            headers.insert(header::AUTHORIZATION, auth);
         }
         headers
     }

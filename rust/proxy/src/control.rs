@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 
 use crate::app::App;
 use crate::ask::{Answer, NoAnswer, ask};
-use crate::errors::{Reply, json_reply};
+use crate::errors::{Reply, error_reply, json_reply};
+use crate::passthrough::is_json;
 use crate::upstream::Call;
 use crate::worker::Worker;
 use crate::workers::role_name;
@@ -89,7 +90,7 @@ pub async fn broadcast(app: &Arc<App>, method: &Method, uri: &Uri, headers: &Hea
             let json = HeaderValue::from_static("application/json");
             call.headers.insert(header::CONTENT_TYPE, content_type.unwrap_or(json));
         }
-        let call = call.with_key(worker.key.as_ref());
+        let call = call.with_key(worker.key.get().as_ref());
         let asked = Arc::clone(&worker);
         tasks.push((worker, app.runtime.spawn(async move { ask(&asked.pool, &call, limit).await })));
     }
@@ -104,6 +105,12 @@ pub async fn broadcast(app: &Arc<App>, method: &Method, uri: &Uri, headers: &Hea
 /// Answers a control call.
 pub async fn handle(app: &Arc<App>, method: &Method, uri: &Uri, headers: &HeaderMap, body: Bytes) -> Reply {
     let path = uri.path();
+    // Before any engine has it: half of them may stop at another byte than the rest.
+    if !body.is_empty()
+        && let Err(error) = is_json(&body)
+    {
+        return error_reply(&error);
+    }
     if path == "/pause_generation" {
         app.gate.set_paused(true);
     }

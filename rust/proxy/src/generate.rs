@@ -18,6 +18,7 @@ use crate::live::{Kept, Sub};
 use crate::metrics::ClientOutcome;
 use crate::relay::ClientBody;
 use crate::settings::R3Transport;
+use crate::target;
 
 /// What came with the request's head.
 #[derive(Debug)]
@@ -39,7 +40,7 @@ pub async fn handle(app: &Arc<App>, head: Head, body: Bytes, count: Arc<Count>) 
             if refusal.error.kind == Kind::NoWorkers {
                 refusal.error = app.registry.explain(app.roles(), refusal.error);
             }
-            refuse(&refusal, &count)
+            refuse(app, &refusal, &count)
         }
     };
     reply.headers_mut().insert(REQUEST_ID, id);
@@ -82,7 +83,8 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
         uri: head.uri,
         arrived: count.arrived(),
         model: model.unwrap_or_default(),
-        key: head.headers.get(ROUTING_KEY).map_or(0, key_hash),
+        key: head.headers.get(ROUTING_KEY).map_or(0, |key| key_hash(app, key)),
+        targets: target::of(app, &head.headers).map_err(plain)?,
         by_ref,
         sink,
         base,
@@ -133,9 +135,12 @@ pub fn reply(status: StatusCode, headers: HeaderMap, body: ReplyBody) -> Reply {
     reply
 }
 
-fn refuse(refusal: &Refusal, count: &Count) -> Reply {
+fn refuse(app: &App, refusal: &Refusal, count: &Count) -> Reply {
     let Refusal { error, kept } = refusal;
-    if let Some(reply) = kept.as_ref().and_then(|kept| as_the_engine_wrote(error, kept)) {
+    // One engine's own failure is its own words; of a pair it has to be said which of the two failed.
+    let alone = error.kind == Kind::EngineFailed && !app.settings.pd_disaggregation;
+    let own = |kept: &&Kept| error.kind == Kind::EngineRejected || (alone && !kept.body.is_empty());
+    if let Some(reply) = kept.as_ref().filter(own).map(|kept| as_the_engine_wrote(error, kept)) {
         let status = reply.status().as_u16();
         count.failed(error.kind, status);
         return reply;
@@ -144,17 +149,14 @@ fn refuse(refusal: &Refusal, count: &Count) -> Reply {
     error_reply(error)
 }
 
-/// A 4xx reaches the client as the engine wrote it.
-fn as_the_engine_wrote(error: &Error, kept: &Kept) -> Option<Reply> {
-    if error.kind != Kind::EngineRejected {
-        return None;
-    }
+/// What the client gets of an engine's refusal: its status and its body.
+fn as_the_engine_wrote(error: &Error, kept: &Kept) -> Reply {
     let mut reply = Response::new(ReplyBody::from(kept.body.clone()));
     *reply.status_mut() = kept.status;
     let json = HeaderValue::from_static("application/json");
     reply.headers_mut().insert(header::CONTENT_TYPE, kept.content_type.clone().unwrap_or(json));
     reply.headers_mut().insert(crate::errors::ERROR_CODE, HeaderValue::from_static(error.kind.code()));
-    Some(reply)
+    reply
 }
 
 /// Under which address the client reaches this router: as set, or as it did this time.
@@ -167,8 +169,11 @@ fn public_url(app: &App, headers: &HeaderMap) -> Arc<str> {
     Arc::from(format!("{scheme}://{host}"))
 }
 
-/// Hash of a routing key; never 0, which means none.
-fn key_hash(value: &HeaderValue) -> u64 {
+/// Hash of a routing key; never 0, which means none. Drawn anew for each process, unless every router must give a key the same rank.
+fn key_hash(app: &App, value: &HeaderValue) -> u64 {
+    if app.settings.hashes_keys() {
+        return r3router_core::policy::hash(value.as_bytes()).max(1);
+    }
     static STATE: OnceLock<std::hash::RandomState> = OnceLock::new();
     let mut hasher = STATE.get_or_init(std::hash::RandomState::new).build_hasher();
     hasher.write(value.as_bytes());

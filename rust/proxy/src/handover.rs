@@ -330,8 +330,8 @@ async fn hand_over(app: &Arc<App>, stream: UnixStream, sockets: &[OwnedFd], door
 fn known(app: &App) -> Vec<Value> {
     let entry = |e: &Arc<crate::workers::Entry>| {
         let r = &e.registration;
-        let key = r.key.as_ref().filter(|k| Some(*k) != app.worker_key.as_ref());
-        let key = key.and_then(|k| k.to_str().ok()).and_then(|k| k.strip_prefix("Bearer "));
+        let key = r.key.get().filter(|k| Some(k) != app.worker_key.as_ref());
+        let key = key.as_ref().and_then(|k| k.to_str().ok()).and_then(|k| k.strip_prefix("Bearer "));
         json!({
             "url": &*r.shown, "worker_type": role_name(r.role), "bootstrap_port": r.bootstrap_port,
             "api_key": key, "disable_health_check": !r.health_checks,

@@ -88,7 +88,7 @@ pub async fn health_generate(app: &Arc<App>) -> Result<Reply, Error> {
         let Some(worker) = workers.iter().find(|w| w.role == *role) else {
             return Err(no_workers(app, role_name(*role)));
         };
-        let call = Call::get(Uri::from_static("/health_generate")).with_key(worker.key.as_ref());
+        let call = Call::get(Uri::from_static("/health_generate")).with_key(worker.key.get().as_ref());
         let answer = asked(app, worker, &call).await?;
         if !answer.ok() {
             return Ok(relayed(answer));
@@ -136,7 +136,7 @@ pub async fn proxied(
     if method == Method::GET {
         call.headers.remove(header::CONTENT_TYPE);
     }
-    let call = call.with_key(worker.key.as_ref());
+    let call = call.with_key(worker.key.get().as_ref());
     Ok(relayed(asked(app, &worker, &call).await?))
 }
 

@@ -88,10 +88,11 @@ async fn find(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, old: Option<
         if entry.phase() == Phase::Removed {
             return None;
         }
+        let key = registration.key.get();
         let question = Question {
             pool,
             role: registration.role,
-            key: registration.key.as_ref(),
+            key: key.as_ref(),
             bootstrap_port: registration.bootstrap_port,
             health: &app.settings.health_check_endpoint,
             health_limit: app.settings.health_check_timeout_secs,
@@ -240,8 +241,9 @@ async fn poll_loads(
 ) -> Result<(), String> {
     let sent = app.clock.now();
     let with_gauges = gauges.next.is_some_and(|next| Instant::now() >= next);
-    let (loads, metrics) = tokio::join!(get(&worker.pool, LOADS, worker.key.as_ref(), POLL_LIMIT), async {
-        if with_gauges { get(&worker.pool, "/metrics", worker.key.as_ref(), POLL_LIMIT).await.ok() } else { None }
+    let key = worker.key.get();
+    let (loads, metrics) = tokio::join!(get(&worker.pool, LOADS, key.as_ref(), POLL_LIMIT), async {
+        if with_gauges { get(&worker.pool, "/metrics", key.as_ref(), POLL_LIMIT).await.ok() } else { None }
     });
     let answer = match loads {
         Ok(answer) => answer,
@@ -299,7 +301,7 @@ async fn check(app: &Arc<App>, entry: &Arc<Entry>, worker: &Arc<Worker>, health:
     let settings = &app.settings;
     let interval = settings.health_check_interval_secs;
     let Ok(uri) = settings.health_check_endpoint.parse::<Uri>() else { return Ok(()) };
-    let call = Call::get(uri).with_key(worker.key.as_ref());
+    let call = Call::get(uri).with_key(worker.key.get().as_ref());
     let answer = ask(&worker.pool, &call, settings.health_check_timeout_secs).await;
     health.next = Instant::now() + interval;
     let why = match answer {

@@ -52,6 +52,7 @@ pub mod server;
 pub mod settings;
 pub mod sink;
 pub mod store;
+pub mod target;
 pub mod timer;
 pub mod tls;
 pub mod upstream;

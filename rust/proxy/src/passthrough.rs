@@ -28,7 +28,7 @@ use crate::metrics::LegResult;
 use crate::relay::ClientBody;
 use crate::upstream::{Call, Fault};
 use crate::worker::Worker;
-use crate::{generate, rerank};
+use crate::{generate, rerank, target};
 
 /// POST routes that any engine answers, in PD mode too.
 pub const ANY_ENGINE: [&str; 4] = ["/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"];
@@ -96,7 +96,8 @@ async fn run(app: &Arc<App>, uri: &Uri, headers: &HeaderMap, body: Bytes, count:
         call.headers.insert(header::AUTHORIZATION, key.clone());
     }
     count.dispatched(Duration::ZERO);
-    let mut passed = sent(app, &call, count).await?;
+    let named = target::workers(app, headers)?;
+    let mut passed = sent(app, &call, count, named).await?;
     let status = passed.body.status();
     let mut reply_headers = std::mem::take(passed.body.headers_mut());
     strip_hop_by_hop(&mut reply_headers);
@@ -111,15 +112,15 @@ async fn run(app: &Arc<App>, uri: &Uri, headers: &HeaderMap, body: Bytes, count:
     Ok(generate::reply(status, reply_headers, body))
 }
 
-/// Sends to one engine after the other until one can be reached.
-async fn sent(app: &Arc<App>, call: &Call, count: &Count) -> Result<Passed, Error> {
-    let mut workers = app.registry.active();
+/// Sends to one engine after the other until one can be reached: of those that the client named, or of all.
+async fn sent(app: &Arc<App>, call: &Call, count: &Count, named: Vec<Arc<Worker>>) -> Result<Passed, Error> {
+    let mut workers = if named.is_empty() { app.registry.active() } else { named };
     workers.sort_by_key(|w| (w.role == Role::Decode, w.open.load(Ordering::Relaxed)));
     let deadline = count.arrived() + app.settings.request_timeout_secs;
     let mut last = no_workers(app, "any");
     for worker in workers.into_iter().take(app.settings.attempts() as usize) {
         let mut leg = Leg::start(&worker);
-        let call = call.clone().with_key(worker.key.as_ref());
+        let call = call.clone().with_key(worker.key.get().as_ref());
         match timeout_at(deadline.into(), worker.pool.send(&call)).await {
             Ok(Ok(exchange)) => {
                 leg.result = match exchange.head.status.as_u16() {
@@ -247,6 +248,27 @@ pub async fn of_response(
 
 /// Fails unless the body is one JSON object. Its strings are not looked into: what an engine takes, the router lets through.
 fn an_object(body: &[u8]) -> Result<(), Error> {
+    is_json(body)?;
+    if body.trim_ascii_start().first() == Some(&b'{') {
+        return Ok(());
+    }
+    Err(Error::new(Kind::InvalidJson, Source::Client, "the body is JSON but no object").advise("send an object"))
+}
+
+/// Fails unless the body is JSON, with the place of the first byte that is not. Escapes are not looked into.
+///
+/// # Errors
+/// `InvalidJson`.
+pub(crate) fn is_json(body: &[u8]) -> Result<(), Error> {
+    // The parser passes over strings without a look at their bytes.
+    if let Err(error) = std::str::from_utf8(body) {
+        let at = error.valid_up_to();
+        let mut refused =
+            Error::new(Kind::InvalidJson, Source::Client, format!("the body is not JSON: no UTF-8 at byte {at}"))
+                .advise("send JSON");
+        refused.measured = Some(at as f64);
+        return Err(refused);
+    }
     if let Err(error) = serde_json::from_slice::<IgnoredAny>(body) {
         let lines = body.split(|b| *b == b'\n').take(error.line().saturating_sub(1));
         let at = lines.map(|line| line.len() + 1).sum::<usize>() + error.column();
@@ -255,10 +277,7 @@ fn an_object(body: &[u8]) -> Result<(), Error> {
         refused.measured = Some(at.min(body.len()) as f64);
         return Err(refused);
     }
-    if body.trim_ascii_start().first() == Some(&b'{') {
-        return Ok(());
-    }
-    Err(Error::new(Kind::InvalidJson, Source::Client, "the body is JSON but no object").advise("send an object"))
+    Ok(())
 }
 
 /// A member of a body that is an object.
@@ -275,7 +294,13 @@ mod tests {
         for good in [&b"{}"[..], b" \n{\"a\": \"\\ud800\"}", b"{\"a\": [1, {\"b\": null}]}"] {
             assert!(an_object(good).is_ok(), "{good:?}");
         }
-        for (bad, at) in [(&b""[..], 0.0), (b"{\"text\": ", 9.0), (b"{\n\"a\": x}", 8.0), (b"{}x", 3.0)] {
+        for (bad, at) in [
+            (&b""[..], 0.0),
+            (b"{\"text\": ", 9.0),
+            (b"{\n\"a\": x}", 8.0),
+            (b"{}x", 3.0),
+            (b"{\"a\":\"b\xffc\"}", 7.0),
+        ] {
             let error = an_object(bad).unwrap_err();
             assert_eq!((error.http_status(), error.measured), (400, Some(at)), "{bad:?}");
         }

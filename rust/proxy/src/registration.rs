@@ -10,9 +10,10 @@ use serde_json::{Map, Value, json};
 
 use crate::address::Address;
 use crate::app::App;
-use crate::errors::{Reply, json_reply, not_json, wrong_method};
+use crate::errors::{ERROR_CODE, Reply, json_reply, not_json, wrong_method};
 use crate::keeper;
 use crate::settings::nearest;
+use crate::worker::Key;
 use crate::workers::{Entry, Phase, Registration, role_name};
 
 /// Fields of `POST /workers` that are kept and shown; no decision uses them.
@@ -34,6 +35,10 @@ const WITHOUT_EFFECT: [&str; 10] = [
     "dp_aware",
 ];
 
+/// Of these, what `PUT /workers/{id}` takes too.
+const HEALTH_NUMBERS: [&str; 4] =
+    ["health_check_timeout_secs", "health_check_interval_secs", "health_success_threshold", "health_failure_threshold"];
+
 fn invalid(message: String, advice: &'static str) -> Error {
     Error::new(Kind::InvalidField, Source::Client, message).advise(advice)
 }
@@ -42,10 +47,10 @@ fn invalid(message: String, advice: &'static str) -> Error {
 ///
 /// # Errors
 /// When the address is registered for another role.
-pub fn register(app: &Arc<App>, mut registration: Registration) -> Result<Arc<Entry>, Error> {
+pub fn register(app: &Arc<App>, registration: Registration) -> Result<Arc<Entry>, Error> {
     app.allow.check(&registration.address)?;
-    if registration.key.is_none() {
-        registration.key.clone_from(&app.worker_key);
+    if registration.key.get().is_none() {
+        registration.key.set(app.worker_key.clone());
     }
     let (entry, new) = app.registry.add(registration)?;
     if new {
@@ -68,7 +73,7 @@ fn at(address: Address, url: &str, role: Role, bootstrap_port: Option<u16>) -> R
         shown: url.trim().trim_end_matches('/').into(),
         role,
         bootstrap_port,
-        key: None,
+        key: Key::default(),
         health_checks: true,
         extra: Map::new(),
     }
@@ -138,10 +143,7 @@ fn read_fields(fields: &Map<String, Value>, pd: bool) -> Result<(Registration, V
     };
     let mut registration = at(address, url, role, bootstrap_port);
     if let Some(key) = text("api_key")? {
-        let mut key = HeaderValue::from_str(&format!("Bearer {key}"))
-            .map_err(|_| invalid("api_key has characters that no header takes".to_owned(), ADVICE))?;
-        key.set_sensitive(true);
-        registration.key = Some(key);
+        registration.key.set(Some(bearer(key)?));
     }
     registration.health_checks = match field("disable_health_check") {
         None => true,
@@ -154,6 +156,14 @@ fn read_fields(fields: &Map<String, Value>, pd: bool) -> Result<(Registration, V
         }
     }
     Ok((registration, warnings))
+}
+
+/// An engine's key as it is sent.
+fn bearer(key: &str) -> Result<HeaderValue, Error> {
+    let mut value = HeaderValue::from_str(&format!("Bearer {key}"))
+        .map_err(|_| invalid("api_key has characters that no header takes".to_owned(), ADVICE))?;
+    value.set_sensitive(true);
+    Ok(value)
 }
 
 /// Refuses names that nobody knows, since a misspelt `bootstrap_port` would be missed only when transfers fail; warns of known ones
@@ -311,7 +321,7 @@ fn unknown(id: &str) -> Error {
 }
 
 fn by_id(app: &Arc<App>, method: &Method, path: &str, id: &str, body: &[u8]) -> Result<Reply, Error> {
-    let entry = app.registry.find(id).ok_or_else(|| unknown(id))?;
+    let Some(entry) = app.registry.find(id) else { return Ok(no_such_worker(id)) };
     match *method {
         Method::GET => Ok(json_reply(200, &show(app, &entry))),
         Method::DELETE => {
@@ -322,29 +332,72 @@ fn by_id(app: &Arc<App>, method: &Method, path: &str, id: &str, body: &[u8]) -> 
                 &json!({ "status": "accepted", "worker_id": entry.id, "state": "removed", "message": message }),
             ))
         }
-        Method::PUT => change(&entry, body),
+        Method::PUT => change(app, &entry, body),
         _ => Err(wrong_method(method, path, "GET or PUT or DELETE")),
     }
 }
 
-/// `PUT /workers/{id}`: new values for what is kept and shown. What decides how an engine is asked is fixed by its registration.
-fn change(entry: &Arc<Entry>, body: &[u8]) -> Result<Reply, Error> {
-    const ADVICE: &str = "send {\"priority\"?: 50, \"cost\"?: 1.0, \"labels\"?: {…}}; for the rest delete the worker and register it again";
-    let fields: Map<String, Value> =
-        serde_json::from_slice(body).map_err(|e| invalid(format!("the body is no JSON object: {e}"), ADVICE))?;
+/// What `/workers/{id}` says of an id that is none, in the peer's shape: frameworks that delete what may be gone look for the code.
+fn no_such_worker(id: &str) -> Reply {
+    let message = format!("no worker has the id or address {id:?}; GET /workers lists them");
+    let mut reply = json_reply(404, &json!({ "error": message, "code": "WORKER_NOT_FOUND" }));
+    reply.headers_mut().insert(ERROR_CODE, HeaderValue::from_static("not_found"));
+    reply
+}
+
+/// `PUT /workers/{id}`: the key that it is sent, and values that are kept and shown. Where it is and what it does is fixed by its
+/// registration.
+fn change(app: &App, entry: &Arc<Entry>, body: &[u8]) -> Result<Reply, Error> {
+    const ADVICE: &str = "send {\"priority\"?: 50, \"cost\"?: 1.0, \"labels\"?: {…}, \"api_key\"?: \"…\"}; for the rest delete the worker and register it again";
+    let Value::Object(mut fields) = serde_json::from_slice(body).map_err(|e| not_json(body, &e, ADVICE))? else {
+        return Err(invalid("the body is no JSON object".to_owned(), ADVICE));
+    };
+    let mut warnings = Vec::new();
+    let mut key = None;
     for (name, value) in &fields {
         let right = match name.as_str() {
             "priority" => value.is_u64(),
             "cost" => value.is_number(),
             "labels" => value.is_object(),
+            "api_key" => match value {
+                // An empty one takes the worker's own key away.
+                Value::String(text) if text.is_empty() => {
+                    key = Some(app.worker_key.clone());
+                    true
+                }
+                Value::String(text) => {
+                    key = Some(Some(bearer(text)?));
+                    true
+                }
+                _ => false,
+            },
+            name if HEALTH_NUMBERS.contains(&name) => {
+                warnings.push(format!("{name} has no effect on one worker; the flag of this name holds for all"));
+                value.as_u64().is_some_and(|n| n > 0)
+            }
             _ => return Err(invalid(format!("{name} of a registered worker cannot be changed"), ADVICE)),
         };
         if !right {
-            return Err(invalid(format!("{name} cannot be {value}"), ADVICE));
+            let shown = if name == "api_key" { "what it was sent".to_owned() } else { value.to_string() };
+            return Err(invalid(format!("{name} cannot be {shown}"), ADVICE));
         }
     }
+    if let Some(key) = key {
+        entry.registration.key.set(key);
+        // An engine that refused the old one is asked again at once. To one that serves, a look would mean that it is suspected.
+        if entry.phase() != Phase::Active {
+            entry.look.notify_one();
+        }
+    }
+    fields.retain(|name, _| SHOWN.contains(&name.as_str()));
     entry.change(|state| state.extra.extend(fields));
-    Ok(json_reply(202, &json!({ "status": "accepted", "worker_id": entry.id, "message": "changed" })))
+    let mut answer = json!({ "status": "accepted", "worker_id": entry.id, "message": "changed" });
+    if !warnings.is_empty()
+        && let Some(answer) = answer.as_object_mut()
+    {
+        answer.insert("warnings".into(), warnings.into());
+    }
+    Ok(json_reply(202, &answer))
 }
 
 /// Takes an engine out of choice at once; requests that run on it go on.

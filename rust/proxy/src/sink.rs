@@ -10,6 +10,7 @@ use memchr::memmem;
 use r3router_core::error::{Error, Kind, Source};
 
 use crate::address::Address;
+use crate::allow::Allow;
 use crate::app::CONNECT;
 use crate::ask::ask;
 use crate::upstream::{Call, Pool};
@@ -40,7 +41,9 @@ impl Sink {
     pub fn new(url: &str, idle: Duration) -> Result<Self, Error> {
         let address = Address::parse(url)?;
         let (put, failed) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Self { url: url.to_owned(), pool: Pool::new(address, idle, CONNECT), put, failed })
+        // The operator named it: it is no worker, so that the list of workers says nothing of it.
+        let pool = Pool::new(address, idle, CONNECT, &Arc::new(Allow::new(&[])));
+        Ok(Self { url: url.to_owned(), pool, put, failed })
     }
 
     /// `reply` with each reference of ours replaced by the store's.

@@ -3,6 +3,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 
 use http::HeaderValue;
+use parking_lot::RwLock;
 use r3router_core::time::Moment;
 use r3router_core::topology::{Role, WorkerId};
 use tokio::sync::Notify;
@@ -63,6 +64,27 @@ impl Gone {
     }
 }
 
+/// `Bearer key` of an engine; `PUT /workers/{id}` can change it while requests run.
+#[derive(Clone, Debug, Default)]
+pub struct Key(Arc<RwLock<Option<HeaderValue>>>);
+
+impl Key {
+    /// A key, or none.
+    pub fn new(key: Option<HeaderValue>) -> Self {
+        Self(Arc::new(RwLock::new(key)))
+    }
+
+    /// What it is now.
+    pub fn get(&self) -> Option<HeaderValue> {
+        self.0.read().clone()
+    }
+
+    /// Changes it, for every generation of the engine.
+    pub fn set(&self, key: Option<HeaderValue>) {
+        *self.0.write() = key;
+    }
+}
+
 /// See the module's text.
 #[derive(Debug)]
 pub struct Worker {
@@ -81,7 +103,7 @@ pub struct Worker {
     /// Port of its bootstrap server.
     pub bootstrap_port: Option<u16>,
     /// `Bearer key` for calls of the router's own and, where settings say so, for legs.
-    pub key: Option<HeaderValue>,
+    pub key: Key,
     /// Its connections.
     pub pool: Arc<Pool>,
     /// Set when this generation has ended.

@@ -5,7 +5,6 @@ use std::fmt::Write;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use http::HeaderValue;
 use parking_lot::{Mutex, RwLock};
 use r3router_core::error::{Error, Kind, Source};
 use r3router_core::topology::Role;
@@ -14,7 +13,7 @@ use tokio::sync::{Notify, watch};
 
 use crate::address::Address;
 use crate::probe::Found;
-use crate::worker::Worker;
+use crate::worker::{Key, Worker};
 
 /// Engines that an error tells of one by one.
 const EXPLAINED: usize = 4;
@@ -61,7 +60,7 @@ pub struct Registration {
     /// Port of its bootstrap server, when named.
     pub bootstrap_port: Option<u16>,
     /// `Bearer key` of its own.
-    pub key: Option<HeaderValue>,
+    pub key: Key,
     /// Whether it is health-checked.
     pub health_checks: bool,
     /// `model_id`, `labels`, `priority`, `cost`: kept and shown, no decision uses them.
@@ -388,7 +387,7 @@ mod tests {
             shown: url.into(),
             role,
             bootstrap_port: None,
-            key: None,
+            key: crate::worker::Key::default(),
             health_checks: true,
             extra: serde_json::Map::new(),
         }

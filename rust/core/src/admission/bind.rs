@@ -29,7 +29,9 @@ impl Admission {
         }
         let (decode_id, back_worker) = (back.id, back.worker);
         let decode = Leg { place: place(pair.back, back.generation), holds, text: r3.decode_text, ended: false };
+        let role = back.role;
         self.count_leg(back_worker, pair.back, r3.decode_text, now);
+        let mut moved = self.policies.bound(&self.fleet, role, pair.back, request, now);
 
         let (mut prefill, mut ahead, mut uncached) = (None, 0, 0);
         let mut room = 0;
@@ -44,6 +46,8 @@ impl Admission {
             room = self.rooms.draw(id.rank, ranks);
             self.count_leg(worker, front.slot, r3.prefill_text, now);
             self.affinity.insert(&request.prefix, front.known, front.slot);
+            self.affinity_back.insert(&request.prefix, pair.known, pair.back);
+            moved |= self.policies.bound(&self.fleet, Role::Prefill, front.slot, request, now);
             if front.again > 0 {
                 self.idle_tokens = (self.idle_tokens - front.again as f64).max(0.0);
                 self.counters.add(Reason::AffinityMoved);
@@ -52,6 +56,11 @@ impl Admission {
                 Some((id, Leg { place: place(front.slot, generation), holds, text: r3.prefill_text, ended: false }));
         } else {
             self.affinity.insert(&request.prefix, pair.known, pair.back);
+        }
+        if moved {
+            self.counters.add(Reason::KeyMoved);
+            // Others of the key have another rank now.
+            self.dirty = true;
         }
         self.arena_reserved += r3.arena;
         let id = self.attempts.insert(Attempt {

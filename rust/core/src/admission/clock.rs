@@ -40,14 +40,19 @@ impl Admission {
             self.idle_tokens += idle * secs;
             self.dirty = true;
         }
+        self.policies.tick(now);
+        // Who waits for a rank may have waited long enough.
+        self.dirty |= self.key_waits && !self.queue.is_empty();
         // A pair that has rested may be what somebody waits for.
         let resting = self.cooldowns.resting(now);
         self.dirty |= resting < self.resting;
         self.resting = resting;
-        if !self.affinity.swept() {
-            self.affinity.sweep(SWEEP_RUNS);
+        for affinity in [&mut self.affinity, &mut self.affinity_back] {
+            if !affinity.swept() {
+                affinity.sweep(SWEEP_RUNS);
+            }
         }
-        if self.affinity.swept() && !self.fleet.retired.is_empty() {
+        if self.affinity.swept() && self.affinity_back.swept() && !self.fleet.retired.is_empty() {
             self.fleet.reuse_retired();
         }
     }

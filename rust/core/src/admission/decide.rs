@@ -4,6 +4,7 @@ use std::time::Duration;
 use super::{Admission, Decision, Ticket};
 use crate::error::{Error, Kind, Source};
 use crate::pairing::{self, Kept, Need, Pair};
+use crate::policy::KEY_PATIENCE;
 use crate::reason::Reason;
 use crate::time::Moment;
 use crate::topology::Role;
@@ -132,7 +133,7 @@ impl Admission {
             let ticket = self.queue.ticket(index);
             self.let_go(ticket, now);
             self.queue.take(&mut cursor);
-            self.counters.add(Reason::TooLarge);
+            self.counters.add(super::submit::refused_for(&error));
             self.dirty = true;
             out.push(Decision::Refuse(Ticket(ticket), error));
         }
@@ -145,6 +146,7 @@ impl Admission {
         self.fleet.improved = false;
         self.cut_short = false;
         self.prefix_waits = false;
+        self.key_waits = false;
         self.prefix_waits_for.clear();
         self.skips.clear();
         self.try_holds(now, out);
@@ -217,6 +219,11 @@ impl Admission {
             let fleet = &self.fleet;
             entry.found =
                 self.affinity.longest(&entry.request.prefix, |s| fleet.briefs.get(s as usize).is_some_and(|r| r.live));
+            if self.affinity_back.bytes() > 0 {
+                entry.found_back = self
+                    .affinity_back
+                    .longest(&entry.request.prefix, |s| fleet.briefs.get(s as usize).is_some_and(|r| r.live));
+            }
             entry.found_at = now;
         }
         let (found, keyed) = (entry.found, entry.request.key != 0);
@@ -226,10 +233,14 @@ impl Admission {
         // Where decode is what limits, most of them wait for it, and not for these ranks.
         let part = (self.fleet.appetite / self.queue.len().max(1) as f64).min(1.0);
         let behind = (f64::from(of_key.max(met)) * part) as u32;
+        let draw = self.policies.draw();
         let Some(entry) = self.queue.entry(index) else { return Err(Reason::Cancelled) };
         let need = Need {
             request: &entry.request,
             found: entry.found,
+            found_back: entry.found_back,
+            draw,
+            waited_out: now.since(entry.key_since) >= KEY_PATIENCE,
             max_new: entry.request.max_new_tokens.unwrap_or(self.config.default_max_new_tokens),
             idle_tokens: self.idle_tokens,
             behind,
@@ -237,7 +248,7 @@ impl Admission {
             kept,
             now,
         };
-        pairing::choose(&self.fleet, &self.cooldowns, &need)
+        pairing::choose(&self.fleet, &self.cooldowns, &self.policies, &need)
     }
 
     /// An entry stays because it did not fit. Says whether younger ones may still go before it.
@@ -253,6 +264,10 @@ impl Admission {
         }
         let Some(entry) = self.queue.entry_mut(index) else { return true };
         entry.held = reason;
+        if matches!(reason, Reason::Key | Reason::KeyDecode) {
+            entry.key_since = entry.key_since.min(now);
+            self.key_waits = true;
+        }
         entry.overtaken < self.config.max_overtakes || self.hold(index, reason, now)
     }
 

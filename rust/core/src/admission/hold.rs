@@ -125,7 +125,9 @@ impl Admission {
         // A rank that the request failed on is no use to it while another is left.
         let fits = |slot: u32, prefill: bool| {
             let rank = &self.fleet.ranks[slot as usize];
-            if prefill {
+            if !entry.request.targets.of(rank.role).is_none_or(|t| t.names(rank.id)) {
+                false
+            } else if prefill {
                 rank.role == Role::Prefill && rank.capacity.fits_prompt(prompt)
             } else {
                 side(rank.role) == 1 && rank.capacity.fits_idle(prompt, max_new)
@@ -146,7 +148,7 @@ impl Admission {
         hold.kept.prefill = hold.kept.prefill.filter(|&s| usable(s) && !(avoid_prefill && avoided(s)));
         hold.kept.decode = hold.kept.decode.filter(|&s| usable(s) && !(avoid_decode && avoided(s)));
         let prefill_lacks =
-            matches!(reason, Reason::Prefill | Reason::PrefillWait | Reason::Affinity | Reason::R3Egress);
+            matches!(reason, Reason::Prefill | Reason::PrefillWait | Reason::Affinity | Reason::Key | Reason::R3Egress);
         if self.fleet.is_pd() && prefill_lacks && hold.kept.prefill.is_none() {
             hold.kept.prefill = slots
                 .clone()

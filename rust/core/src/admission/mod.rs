@@ -10,6 +10,7 @@ use crate::affinity::{Affinity, Match};
 use crate::error::Error;
 use crate::fleet::Fleet;
 use crate::health::{Cooldowns, RetryBudget};
+use crate::policy::{Policies, Policy, PolicyConfig, Targets};
 use crate::queue::Queue;
 use crate::reason::{Counters, Reason};
 use crate::room::Rooms;
@@ -68,8 +69,10 @@ pub struct AdmissionConfig {
     pub max_overtakes: u32,
     /// Bytes of the R3 arena; requests with R3 are bound only while their narrow rows fit.
     pub arena_bytes: u64,
-    /// Hard limit on affinity memory, bytes.
+    /// Hard limit on affinity memory, bytes; once more where decode has a table of its own.
     pub affinity_bytes: usize,
+    /// How ranks are chosen among those that have room.
+    pub policies: PolicyConfig,
     /// Failures in a row that open a worker's breaker; 0 switches it off.
     pub breaker_threshold: u32,
     /// How long a breaker stays open before one probe is let through.
@@ -93,6 +96,7 @@ impl Default for AdmissionConfig {
             max_overtakes: 64,
             arena_bytes: 8 << 30,
             affinity_bytes: 64 << 20,
+            policies: PolicyConfig::default(),
             breaker_threshold: 10,
             breaker_open_for: Duration::from_secs(10),
             seed: 0,
@@ -122,6 +126,8 @@ pub struct Request {
     pub avoid: Vec<RankId>,
     /// Bind as a retry: it goes before new requests.
     pub retry: bool,
+    /// Where the client wants it served, and nowhere else.
+    pub targets: Targets,
 }
 
 /// R3 bytes that a request is expected to move.
@@ -314,6 +320,9 @@ pub struct Admission {
     queue: Queue,
     attempts: Attempts,
     affinity: Affinity,
+    /// That of decode, empty unless its policy asks for one.
+    affinity_back: Affinity,
+    policies: Policies,
     cooldowns: Cooldowns,
     retries: RetryBudget,
     rooms: Rooms,
@@ -347,6 +356,8 @@ pub struct Admission {
     flow_limited: bool,
     /// Requests wait for prefill ranks that have their prefix.
     prefix_waits: bool,
+    /// Requests wait for the rank of their key.
+    key_waits: bool,
     /// How many the running pass has met, by the ranks that they wait for; a buffer that is kept.
     prefix_waits_for: Vec<(Match, u32)>,
     /// Tokens that idle prefill ranks could have computed meanwhile.
@@ -372,6 +383,11 @@ impl Admission {
             queue: Queue::default(),
             attempts: Attempts::default(),
             affinity: Affinity::new(config.affinity_bytes),
+            affinity_back: Affinity::new(match config.policies.of[Role::Decode as usize] {
+                Policy::CacheAware => config.affinity_bytes,
+                _ => 0,
+            }),
+            policies: Policies::new(config.policies, config.seed),
             cooldowns: Cooldowns::default(),
             retries: RetryBudget::default(),
             rooms: Rooms::new(config.seed),
@@ -393,6 +409,7 @@ impl Admission {
             blocked: Reason::Queued,
             flow_limited: true,
             prefix_waits: false,
+            key_waits: false,
             prefix_waits_for: Vec::new(),
             idle_tokens: 0.0,
             config,

@@ -27,6 +27,7 @@ impl Admission {
         let Some(worker) = self.fleet.remove(id, now) else { return };
         for slot in worker.ranks {
             self.affinity.remove(slot);
+            self.affinity_back.remove(slot);
         }
         self.cooldowns.forget(id);
         // A request that waits for nothing but this worker is refused by the next poll.
@@ -39,6 +40,8 @@ impl Admission {
         if let Some(Some(worker)) = self.fleet.workers.get_mut(index as usize) {
             worker.draining = draining;
         }
+        // Requests that name it are refused.
+        self.fleet.shrank |= draining;
         self.fleet.update_worker(index, self.last_tick);
         self.dirty = true;
     }

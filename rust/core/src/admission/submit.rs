@@ -8,6 +8,11 @@ use crate::topology::Role;
 /// When to come back after the queue was full: long enough to be worth it, short enough to keep the fleet busy.
 const RETRY_AFTER: std::time::Duration = std::time::Duration::from_secs(1);
 
+/// What a refusal for size, or for the want of the worker that was named, is counted as.
+pub(super) fn refused_for(error: &Error) -> Reason {
+    if error.kind == Kind::NoWorkers { Reason::NoWorkers } else { Reason::TooLarge }
+}
+
 impl Admission {
     /// Queues a request.
     ///
@@ -20,7 +25,7 @@ impl Admission {
         }
         self.check_workers(now)?;
         if let Some(error) = self.too_large(&request) {
-            self.counters.add(Reason::TooLarge);
+            self.counters.add(refused_for(&error));
             return Err(error);
         }
         self.check_queue(&request)?;
@@ -42,7 +47,7 @@ impl Admission {
         self.check_workers(now)?;
         match self.too_large(request) {
             Some(error) => {
-                self.counters.add(Reason::TooLarge);
+                self.counters.add(refused_for(&error));
                 Err(error)
             }
             None => Ok(()),
@@ -115,6 +120,11 @@ impl Admission {
         if !self.config.enabled {
             return None;
         }
+        if request.targets.any()
+            && let Some(error) = self.target_error(request)
+        {
+            return Some(error);
+        }
         let max_new = self.max_new(request);
         let pd = self.fleet.is_pd();
         if let Some(r3) = request.r3
@@ -184,6 +194,53 @@ impl Admission {
                 .with_limit(limit as f64, needs as f64)
                 .advise("shorten the prompt or max_new_tokens, or add ranks with a larger KV pool"),
             );
+        }
+        None
+    }
+
+    /// The client named a rank that is not there, takes no requests, or could never hold this one.
+    fn target_error(&self, request: &Request) -> Option<Error> {
+        let max_new = self.max_new(request);
+        let sides = [
+            (Role::Prefill, self.fleet.is_pd()),
+            (if self.fleet.is_pd() { Role::Decode } else { Role::Regular }, true),
+        ];
+        for (role, needed) in sides {
+            let Some(target) = request.targets.of(role).filter(|_| needed) else { continue };
+            let worker = self.fleet.worker(target.worker).and_then(|i| self.fleet.workers.get(i as usize)?.as_ref());
+            let gone = |what: &str| {
+                Some(
+                    Error::new(Kind::NoWorkers, Source::Router, format!("the worker that the request names {what}"))
+                        .with_limit(1.0, 0.0)
+                        .advise("name another one, or none")
+                        .retry_after(RETRY_AFTER),
+                )
+            };
+            let Some(worker) = worker.filter(|w| w.role == role) else { return gone("is not there any more") };
+            if worker.draining || !worker.breaker.admits() {
+                return gone(if worker.draining { "drains" } else { "is out of choice after failures" });
+            }
+            let named = |slot: &&u32| target.names(self.fleet.ranks[**slot as usize].id);
+            let mut ranks = worker.ranks.iter().filter(named).map(|&slot| &self.fleet.ranks[slot as usize].capacity);
+            if worker.ranks.iter().find(named).is_none() {
+                return gone("has no such rank");
+            }
+            let fits = ranks.any(|c| match role {
+                Role::Prefill => c.fits_prompt(request.prompt_tokens),
+                _ => c.fits_idle(request.prompt_tokens, max_new),
+            });
+            if !fits {
+                let needs = request.prompt_tokens;
+                return Some(
+                    Error::new(
+                        Kind::TooLargeForFleet,
+                        Source::Client,
+                        format!("a prompt of {needs} tokens is larger than the worker that the request names"),
+                    )
+                    .at_worker(&*worker.url)
+                    .advise("name a worker with a larger KV pool, or none"),
+                );
+            }
         }
         None
     }

@@ -71,6 +71,8 @@ pub(crate) struct Fleet {
     pub(crate) ranks: Vec<Rank>,
     /// What choosing asks of many ranks, by slot.
     pub(crate) briefs: Vec<Brief>,
+    /// What hashes of keys are mixed with, by slot: see [`crate::policy::name`].
+    pub(crate) names: Vec<u64>,
     /// Slots that may be used again.
     free_slots: Vec<u32>,
     /// Slots of removed ranks that the affinity may still name.
@@ -101,6 +103,7 @@ impl Fleet {
             next_id: 1,
             ranks: Vec::new(),
             briefs: Vec::new(),
+            names: Vec::new(),
             free_slots: Vec::new(),
             retired: Vec::new(),
             prefill: Tournament::default(),
@@ -192,8 +195,10 @@ impl Fleet {
             ranks.push(slot);
         }
         self.briefs.resize(self.ranks.len(), Brief::default());
+        self.names.resize(self.ranks.len(), 0);
         for &slot in &ranks {
             self.briefs[slot as usize] = self.ranks[slot as usize].brief();
+            self.names[slot as usize] = crate::policy::name(&spec.url, self.ranks[slot as usize].id.rank);
         }
         for tree in [&mut self.prefill, &mut self.decode] {
             tree.grow(self.ranks.len());

@@ -3,6 +3,7 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use r3router_core::admission::{AdmissionConfig, Request, Ticket};
 use r3router_core::load::RankReport;
+use r3router_core::policy::Targets;
 use r3router_core::topology::{EngineFacts, RankId, Role, WorkerId};
 
 use crate::engines::Place;
@@ -109,6 +110,9 @@ pub(crate) struct Waiting {
     pub(crate) overtaken: u32,
     /// Requests of any kind that were bound while this waited.
     pub(crate) passed: u32,
+    pub(crate) targets: Targets,
+    /// Since when an idle pair could take it.
+    pub(crate) idle_since: Option<Ns>,
 }
 
 /// Whether a report shows no request and no token.
@@ -244,6 +248,8 @@ impl Book {
             since: now,
             overtaken: 0,
             passed: 0,
+            targets: request.targets,
+            idle_since: None,
         });
     }
 

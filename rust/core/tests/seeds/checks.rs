@@ -1,11 +1,12 @@
 //! The invariants on decisions and on what waits, each by the harness's own books.
-use r3router_core::admission::{Binding, Request, WindowMode};
+use r3router_core::admission::{Binding, Request, Ticket, WindowMode};
 use r3router_core::error::{Error, Kind};
+use r3router_core::policy::{KEY_PATIENCE, Policy, Target, Targets};
 use r3router_core::topology::Role;
 
 use crate::book::{Book, Violation, Waiting, broken};
 use crate::engines::Place;
-use crate::plan::Ns;
+use crate::plan::{MS, Ns};
 
 /// Reports without load after which a rank is surely idle to the router.
 const EMPTY_REPORTS: u32 = 3;
@@ -34,17 +35,37 @@ impl Book {
                 }
             }
             Err(error) if error.kind == Kind::QueueTimeout && now >= request.deadline.0 => {}
-            Err(error) => self.check_error(error, prompt, max_new, arena, full)?,
+            Err(error) => self.check_error(error, prompt, max_new, arena, full, request.targets)?,
         }
         Ok(())
     }
 
-    fn check_error(&self, error: &Error, prompt: u64, max_new: u64, arena: u64, full: bool) -> Result<(), Violation> {
+    fn check_error(
+        &self,
+        error: &Error,
+        prompt: u64,
+        max_new: u64,
+        arena: u64,
+        full: bool,
+        targets: Targets,
+    ) -> Result<(), Violation> {
+        let named = || self.named(targets);
         let right = match error.kind {
             Kind::QueueFull => full,
-            Kind::TooLargeForFleet => !self.surely_fits(prompt, max_new),
+            Kind::TooLargeForFleet => {
+                !self.surely_fits(prompt, max_new)
+                    || named().any(|place| {
+                        let most = |at: Place| self.workers[at.0].facts.max_input_tokens;
+                        place.is_none_or(|at| {
+                            !self.roomy(at, prompt, max_new) || most(at).is_some_and(|most| prompt > most)
+                        })
+                    })
+            }
             Kind::R3ArenaTooSmall => arena > self.config.arena_bytes,
-            Kind::NoWorkers => !self.surely_workers(),
+            Kind::NoWorkers => {
+                let out = |worker: &crate::book::Worker| !worker.registered || worker.draining || worker.tainted;
+                !self.surely_workers() || named().any(|place| place.is_none_or(|at| out(&self.workers[at.0])))
+            }
             _ => false,
         };
         if right { Ok(()) } else { broken("refusal", format!("refused for no reason of ours: {error}")) }
@@ -65,7 +86,27 @@ impl Book {
             }
             return Ok(());
         }
-        self.check_error(error, w.prompt, w.max_new, w.arena, false)
+        self.check_error(error, w.prompt, w.max_new, w.arena, false, w.targets)
+    }
+
+    /// What a call names: a rank or a worker of each side, or one of them.
+    pub(crate) fn targets(&self, number: u64) -> Targets {
+        let target = |roles: [Role; 2], bits: u64| {
+            let there: Vec<_> = self.workers.iter().filter(|w| w.registered && roles.contains(&w.role)).collect();
+            let worker = there.get((bits % there.len().max(1) as u64) as usize)?;
+            let rank = (bits >> 40) as u16 % worker.ranks.len() as u16;
+            (bits >> 32 & 3 != 0).then_some(Target { worker: worker.id, rank: (bits >> 34 & 1 == 0).then_some(rank) })
+        };
+        Targets {
+            prefill: target([Role::Prefill, Role::Prefill], number),
+            back: target([Role::Decode, Role::Regular], number.rotate_left(23)),
+        }
+    }
+
+    /// The places that are named, the first rank of a worker for a whole one; `None` for one that is not there.
+    fn named(&self, targets: Targets) -> impl Iterator<Item = Option<Place>> + '_ {
+        let id = |t: Target| r3router_core::topology::RankId { worker: t.worker, rank: t.rank.unwrap_or(0) };
+        [targets.prefill, targets.back].into_iter().flatten().map(move |t| self.place(id(t)))
     }
 
     /// A binding, before it is put into the books. Gives the two places.
@@ -82,6 +123,13 @@ impl Book {
         let (decode, prefill) = self.check_places(b)?;
         self.check_room(b, prefill)?;
         let w = self.waiting[&class][at].clone();
+        let asked = |target: Option<Target>, id| target.is_none_or(|t: Target| t.names(id));
+        if !asked(w.targets.back, b.decode) || b.prefill.is_some_and(|p| !asked(w.targets.prefill, p)) {
+            return broken(
+                "named",
+                format!("{:?} names {:?} and went to {:?}, {:?}", b.ticket, w.targets, b.prefill, b.decode),
+            );
+        }
         // Inside a key only what does not fit may be overtaken; what needs no more of anything fits as well.
         let first = self.waiting[&class].range(..at).find(|e| self.fits_where(e, &w, prefill, decode));
         if let Some(first) = first {
@@ -148,7 +196,25 @@ impl Book {
     /// Whether an earlier request surely fits the places that a later one was given.
     fn fits_where(&self, e: &Waiting, later: &Waiting, prefill: Option<Place>, decode: Place) -> bool {
         let avoided = e.avoid.iter().filter_map(|id| self.place(*id)).any(|at| at == decode || Some(at) == prefill);
+        let asked = |target: Option<Target>, (w, r): Place| {
+            let id = r3router_core::topology::RankId { worker: self.workers[w].id, rank: r as u16 };
+            target.is_none_or(|t| t.names(id))
+        };
+        // A request may wait for the rank of its key, which is another one for a request that is larger than some ranks, that
+        // avoids some, or that names its own.
+        let everywhere = |w: &Waiting| {
+            self.workers.iter().enumerate().filter(|(_, worker)| worker.registered).all(|(i, worker)| {
+                let most = worker.facts.max_input_tokens;
+                most.is_none_or(|most| w.prompt <= most)
+                    && (0..worker.ranks.len()).all(|r| self.roomy((i, r), w.prompt, w.max_new))
+            })
+        };
+        let same_ranks =
+            self.grace() == 0 || (e.targets == later.targets && e.avoid == later.avoid && everywhere(later));
         !avoided
+            && same_ranks
+            && asked(e.targets.back, decode)
+            && prefill.is_none_or(|p| asked(e.targets.prefill, p))
             && e.no_prefix
             && later.no_prefix
             && e.prompt <= later.prompt
@@ -171,7 +237,8 @@ impl Book {
         let limit = self.config.max_overtakes * 2 + 8 * self.keys.len() as u32 + 64;
         for (other, queue) in &mut self.waiting {
             let reach = if *other == class { queue.len() } else { 1 };
-            for w in queue.iter_mut().take(reach).filter(|w| w.seq < bound.seq) {
+            // Who names a worker waits for as long as that is closed.
+            for w in queue.iter_mut().take(reach).filter(|w| w.seq < bound.seq && !w.targets.any()) {
                 w.overtaken += 1;
                 if w.overtaken > limit {
                     let (ticket, times) = (w.ticket, w.overtaken);
@@ -226,9 +293,28 @@ impl Book {
     }
 
     /// After a poll: nothing waits past its deadline, and nothing waits that an idle pair would take.
-    pub(crate) fn check_waiting(&self, now: Ns) -> Result<(), Violation> {
+    pub(crate) fn check_waiting(&mut self, now: Ns) -> Result<(), Violation> {
+        let verdict = self.check_idle(now);
+        if let Ok(Some(idle)) = &verdict {
+            for w in self.waiting.values_mut().flatten() {
+                w.idle_since = if idle.contains(&w.ticket) { w.idle_since.or(Some(now)) } else { None };
+            }
+        }
+        verdict.map(|_| ())
+    }
+
+    /// How long a request may wait although an idle pair holds it: for the rank of its key.
+    fn grace(&self) -> Ns {
+        let sticky = |policy: &Policy| matches!(policy, Policy::Manual | Policy::ConsistentHashing);
+        // A tick later it is looked at again.
+        if self.config.policies.of.iter().any(sticky) { KEY_PATIENCE.as_nanos() as u64 + 100 * MS } else { 0 }
+    }
+
+    /// The heads that an idle pair could take.
+    fn check_idle(&self, now: Ns) -> Result<Option<Vec<Ticket>>, Violation> {
+        let mut idle = Vec::new();
         if self.paused.is_some() || self.queued == 0 {
-            return Ok(());
+            return Ok(Some(idle));
         }
         for w in self.waiting.values().flatten() {
             if now > w.deadline {
@@ -239,7 +325,7 @@ impl Book {
         let heads = || self.waiting.values().filter_map(|q| q.front());
         // The queue may hold for a request that was overtaken often enough.
         if retries || self.waiting.values().flatten().any(|h| h.passed >= self.config.max_overtakes) {
-            return Ok(());
+            return Ok(Some(idle));
         }
         for head in heads() {
             let fits = self.idle_for(head, Role::Regular, now).is_some()
@@ -247,10 +333,13 @@ impl Book {
                     && self.idle_for(head, Role::Decode, now).is_some());
             // One with a prefix may wait a little for the rank that has it.
             if fits && head.no_prefix && self.arena + head.arena <= self.config.arena_bytes {
-                return broken("idle", format!("{:?} waits although an idle pair holds it", head.ticket));
+                if now - head.idle_since.unwrap_or(now) >= self.grace() {
+                    return broken("idle", format!("{:?} waits although an idle pair holds it", head.ticket));
+                }
+                idle.push(head.ticket);
             }
         }
-        Ok(())
+        Ok(Some(idle))
     }
 
     /// A rank of a role that is surely idle, open and large enough.
@@ -269,7 +358,12 @@ impl Book {
                 return None;
             }
             let small = worker.facts.max_input_tokens.is_none_or(|most| w.prompt <= most);
-            (0..worker.ranks.len()).map(|r| (i, r)).find(|place| small && self.idle(*place, w, now))
+            let asked = |r: usize| {
+                let id = r3router_core::topology::RankId { worker: worker.id, rank: r as u16 };
+                w.targets.of(role).is_none_or(|t| t.names(id))
+            };
+            let ranks = (0..worker.ranks.len()).filter(|r| asked(*r)).map(|r| (i, r));
+            ranks.into_iter().find(|place| small && self.idle(*place, w, now))
         })
     }
 

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use r3router_core::admission::{AdmissionConfig, Decision, Permit, Request, Snapshot};
 use r3router_core::load::RankReport;
+use r3router_core::policy::Targets;
 use r3router_core::time::Moment;
 use r3router_core::topology::RankId;
 
@@ -211,10 +212,17 @@ impl<R: Router> Run<'_, R> {
         }
         let s = self.router.snapshot(Moment(self.now));
         let decisions: Vec<_> = s.decisions.iter().filter(|(_, n)| *n > 0).collect();
+        note!(self, "policies {:?}", self.plan.config.policies.of);
         note!(self, "queued {} arena {} decisions {decisions:?}", s.queued, s.arena_reserved);
         for w in self.book.waiting.values().flatten().take(6) {
             let need = (w.prompt, w.max_new, w.arena, w.texts);
-            note!(self, "  {:?} waits: prompt, max_new, arena, texts {need:?} overtaken {}", w.ticket, w.overtaken);
+            let names = w.targets;
+            note!(
+                self,
+                "  {:?} waits: prompt, max_new, arena, texts {need:?} overtaken {} {names:?}",
+                w.ticket,
+                w.overtaken
+            );
         }
         for held in self.engines.held() {
             note!(self, "  engines hold attempt {held}");
@@ -419,9 +427,20 @@ impl<R: Router> Run<'_, R> {
             r3: c.r3,
             avoid,
             retry: tries > 0,
+            targets: c.names.map_or_else(Targets::default, |n| self.book.targets(n)),
         };
+        if request.targets.any() {
+            self.tally.count("names a worker");
+        }
         let answer = self.router.submit(request.clone(), Moment(self.now));
-        note!(self, "submit call {call} prompt {} key {} retry {}: {answer:?}", c.prompt, c.key, request.retry);
+        note!(
+            self,
+            "submit call {call} prompt {} key {} retry {} to {:?}: {answer:?}",
+            c.prompt,
+            c.key,
+            request.retry,
+            request.targets
+        );
         self.book.check_submit(&request, answer.as_ref().map(|_| ()), self.now)?;
         match answer {
             Ok(ticket) => {

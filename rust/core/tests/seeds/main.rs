@@ -70,6 +70,7 @@ const REACHED: &[&str] = &[
     "fault: drains",
     "fault: pauses",
     "fault: retold",
+    "names a worker",
 ];
 
 fn number(name: &str) -> Option<u64> {

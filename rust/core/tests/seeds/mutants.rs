@@ -8,6 +8,7 @@ use r3router_core::admission::{
 };
 use r3router_core::error::Error;
 use r3router_core::load::RankReport;
+use r3router_core::policy::Targets;
 use r3router_core::time::Moment;
 use r3router_core::topology::{EngineFacts, Role, WorkerId, WorkerSpec};
 
@@ -67,6 +68,8 @@ enum Fault {
     SeesGhosts,
     /// A refused connection is a failure like another.
     IgnoresRefusedConnections,
+    /// Sends requests elsewhere than to the worker that they name.
+    IgnoresNames,
 }
 
 struct Mutant {
@@ -185,6 +188,7 @@ impl Router for Mutant {
                 return Ok(ticket);
             }
             Fault::IgnoresDeadline => request.deadline = Moment::NEVER,
+            Fault::IgnoresNames => request.targets = Targets::default(),
             Fault::IgnoresArena => {
                 if let Some(r3) = &mut request.r3 {
                     r3.arena = 0;
@@ -383,6 +387,7 @@ fn choosing_workers_that_are_out_of_choice_is_seen() {
     is_caught_as(Fault::IgnoresAge, "stale");
     is_caught_as(Fault::IgnoresRetraction, "closed");
     is_caught_as(Fault::BindsHalfPairs, "pair");
+    is_caught_as(Fault::IgnoresNames, "named");
 }
 
 #[test]

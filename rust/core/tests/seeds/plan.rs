@@ -3,6 +3,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use r3router_core::admission::{AdmissionConfig, R3Need, WindowMode};
+use r3router_core::policy::{Assignment, Policy, PolicyConfig};
 use r3router_core::topology::{Allocation, EngineFacts, Role};
 
 use crate::rng::Rng;
@@ -66,6 +67,8 @@ pub(crate) struct Call {
     /// When the client leaves, from arrival.
     pub(crate) leaves: Option<Ns>,
     pub(crate) fate: Fate,
+    /// Which worker it names, by a number that is taken modulo the workers that there are then; `None` for none.
+    pub(crate) names: Option<u64>,
 }
 
 /// What happens to an attempt of a call at the engines.
@@ -172,11 +175,20 @@ impl Plan {
         let pool = engines.iter().map(|e| e.truth.pool).max().unwrap_or(1);
         let with_r3 = rng.percent(50);
         let arena = rng.range(8 << 20, 200 << 20);
-        let calls = workload(rng, honest, ranks, pool, with_r3.then_some(arena));
+        let mut calls = workload(rng, honest, ranks, pool, with_r3.then_some(arena));
         let faults = if honest { Vec::new() } else { faults(rng, &engines) };
         let late_start = !honest && rng.percent(10);
         let joins = engines.iter().map(|_| if late_start { rng.range(0, 3000) * MS } else { 0 }).collect();
+        // Numbers of their own, so that the rest of a seed is what it was before there were policies.
+        let own = &mut Rng::new(seed ^ 0x0090_11C1);
+        let policies = policies(own);
+        if own.percent(15) {
+            for call in &mut calls {
+                call.names = own.percent(30).then(|| own.bits());
+            }
+        }
         let config = AdmissionConfig {
+            policies,
             window: match rng.range(0, 9) {
                 0 => WindowMode::Static(rng.range(1, 8) as u32),
                 1 => WindowMode::Unbounded,
@@ -207,6 +219,30 @@ impl Plan {
             retries: if honest { 0 } else { rng.range(0, 2) as u32 },
             run: rng.bits(),
         }
+    }
+}
+
+/// The defaults half of the time, else any for each role.
+fn policies(rng: &mut Rng) -> PolicyConfig {
+    const ALL: [Policy; 9] = [
+        Policy::CacheAware,
+        Policy::Headroom,
+        Policy::Random,
+        Policy::RoundRobin,
+        Policy::PowerOfTwo,
+        Policy::Bucket,
+        Policy::Manual,
+        Policy::ConsistentHashing,
+        Policy::PrefixHash,
+    ];
+    if rng.percent(50) {
+        return PolicyConfig::default();
+    }
+    PolicyConfig {
+        of: [rng.pick(&ALL), rng.pick(&ALL), rng.pick(&ALL)],
+        assignment: rng.pick(&[Assignment::MinGroup, Assignment::MinLoad, Assignment::Random]),
+        key_idle: Duration::from_secs(rng.pick(&[1, 10, 10_000])),
+        bucket_interval: Duration::from_secs(rng.pick(&[1, 5])),
     }
 }
 
@@ -373,6 +409,7 @@ fn workload(rng: &mut Rng, honest: bool, ranks: u64, pool: u64, arena: Option<u6
                 r3,
                 leaves: (!honest && rng.percent(12)).then(|| rng.range(0, 6000) * MS),
                 fate: if honest { Fate::Fine } else { fate(rng) },
+                names: None,
             }
         })
         .collect();

@@ -3,6 +3,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use r3router_core::admission::{R3Need, Request};
+use r3router_core::policy::Targets;
 use r3router_core::time::Moment;
 use r3router_core::topology::{Role, WorkerSpec};
 
@@ -43,5 +44,6 @@ pub(super) fn request(scenario: &Scenario, job: &Job, case: &Case) -> Request {
         }),
         avoid: case.avoid.clone(),
         retry: case.retries > 0,
+        targets: Targets::default(),
     }
 }

@@ -3,7 +3,9 @@ use std::time::Duration;
 
 use r3router_core::admission::AdmissionConfig;
 use r3router_core::capacity::DEFAULT_WAITING_TIMEOUT;
+use r3router_core::policy::{self, PolicyConfig};
 
+use super::names::Policy;
 use super::table::Settings;
 
 /// How much later than the engines the router gives up, so that theirs is the message.
@@ -25,9 +27,40 @@ impl Settings {
             arena_bytes: self.r3_arena_bytes,
             breaker_threshold: if self.disable_circuit_breaker { 0 } else { self.cb_failure_threshold },
             breaker_open_for: self.cb_timeout_duration_secs,
+            affinity_bytes: usize::try_from(self.max_tree_size).unwrap_or(usize::MAX),
+            policies: self.policies(),
             seed,
             ..defaults
         }
+    }
+
+    /// Which policy chooses ranks of which role.
+    fn policies(&self) -> PolicyConfig {
+        let prefill = self.prefill_policy.unwrap_or(self.policy);
+        let decode = self.decode_policy.unwrap_or(match self.policy {
+            Policy::CacheAware => Policy::Headroom,
+            other => other,
+        });
+        PolicyConfig {
+            of: [self.policy, prefill, decode].map(Policy::core),
+            assignment: self.assignment_mode.core(),
+            key_idle: self.max_idle_secs,
+            bucket_interval: self.bucket_adjust_interval_secs,
+        }
+    }
+
+    /// Whether any policy in use looks at the beginnings of prompts.
+    pub fn by_prefix(&self) -> bool {
+        let PolicyConfig { of: [regular, prefill, decode], .. } = self.policies();
+        let looks = |policy| matches!(policy, policy::Policy::CacheAware | policy::Policy::PrefixHash);
+        // A session that comes back to its prefill rank has most of its prompt cached there, which admission counts.
+        let returns = matches!(prefill, policy::Policy::Manual | policy::Policy::ConsistentHashing);
+        if self.pd_disaggregation { looks(prefill) || looks(decode) || returns } else { looks(regular) }
+    }
+
+    /// Whether routing keys must mean the same rank in every router.
+    pub fn hashes_keys(&self) -> bool {
+        self.policies().of.contains(&policy::Policy::ConsistentHashing)
     }
 
     /// These settings with the limits and pauses that follow the fleet's clock in the machine's time. They are the same unless the

@@ -20,7 +20,9 @@ mod value;
 pub use declare::{Arity, Row, Unit};
 pub use error::{Origin, SettingsError, SettingsErrors};
 pub use export::{reference_page, schema};
-pub use names::{AllowedHost, Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl};
+pub use names::{
+    AllowedHost, Assignment, Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl,
+};
 pub use nearest::nearest;
 pub use peer::{Fate, PEER_FLAGS, PeerFlag, flags_page, peer_schema};
 pub use quantity::{parse_bytes, parse_duration, show_bytes, show_duration};

@@ -2,6 +2,7 @@
 use std::fmt;
 
 pub use crate::allow::AllowedHost;
+use r3router_core::policy;
 
 /// Declares an enum whose values are written by name.
 macro_rules! names {
@@ -28,7 +29,7 @@ macro_rules! names {
 }
 
 names! {
-    /// A routing policy by the names that sglang-router uses. Admission bounds every one of them.
+    /// A routing policy by the names that sglang-router uses, and our own. Each chooses among the ranks that admission permits.
     Policy {
         /// Any rank.
         Random = "random",
@@ -38,14 +39,56 @@ names! {
         CacheAware = "cache_aware",
         /// The lighter of two.
         PowerOfTwo = "power_of_two",
-        /// By the routing key of the client.
+        /// The rank that a routing key was given.
         Manual = "manual",
-        /// By a hash ring over the routing key.
+        /// By a hash of the routing key.
         ConsistentHashing = "consistent_hashing",
         /// By a hash of the prompt's beginning.
         PrefixHash = "prefix_hash",
         /// By prompt length.
         Bucket = "bucket",
+        /// The rank with the most room.
+        Headroom = "headroom",
+    }
+}
+
+impl Policy {
+    /// What the core calls it.
+    pub fn core(self) -> policy::Policy {
+        match self {
+            Self::Random => policy::Policy::Random,
+            Self::RoundRobin => policy::Policy::RoundRobin,
+            Self::CacheAware => policy::Policy::CacheAware,
+            Self::PowerOfTwo => policy::Policy::PowerOfTwo,
+            Self::Manual => policy::Policy::Manual,
+            Self::ConsistentHashing => policy::Policy::ConsistentHashing,
+            Self::PrefixHash => policy::Policy::PrefixHash,
+            Self::Bucket => policy::Policy::Bucket,
+            Self::Headroom => policy::Policy::Headroom,
+        }
+    }
+}
+
+names! {
+    /// Which rank a new routing key is given under `manual`.
+    Assignment {
+        /// Any.
+        Random = "random",
+        /// The one with the most room.
+        MinLoad = "min_load",
+        /// The one with the fewest keys.
+        MinGroup = "min_group",
+    }
+}
+
+impl Assignment {
+    /// What the core calls it.
+    pub fn core(self) -> policy::Assignment {
+        match self {
+            Self::Random => policy::Assignment::Random,
+            Self::MinLoad => policy::Assignment::MinLoad,
+            Self::MinGroup => policy::Assignment::MinGroup,
+        }
     }
 }
 

@@ -51,34 +51,18 @@ const fn ignored(name: &'static str, arity: Arity, default: &'static str, reason
     PeerFlag { name, arity, default, fate: Fate::Ignored, reason, also: None }
 }
 
-const PREFIXES: &str =
-    "prefixes are kept as hashes of token blocks in a table of fixed size; no text tree grows, balances or is swept";
-const KEYS: &str = "keys are served fairly and in order on the ranks that have room; no table of keys has to be swept";
+const PREFIXES: &str = "prefixes are kept as hashes of blocks in a table of fixed size; no tree grows or is swept, and the load of ranks is always weighed";
 const CONTROL_LATER: &str = "there are no roles and no tokens of an identity provider: one key for the admin listener is --admin-api-key, and --no-control-on-main-port leaves control to it";
 const ENGINES_TOKENISE: &str = "requests pass as they are and the engines tokenise";
 const ENGINES_PARSE: &str = "replies pass as they are and the engines parse; give the engines this flag";
 const NO_HISTORY: &str = "it is read with a database behind --history-backend only, which is refused";
 
 /// See the module's text. In the order of the peer's help.
-pub const PEER_FLAGS: [PeerFlag; 43] = [
+pub const PEER_FLAGS: [PeerFlag; 39] = [
     ignored("cache_threshold", Arity::One, "0.3", PREFIXES),
     ignored("balance_abs_threshold", Arity::One, "64", PREFIXES),
     ignored("balance_rel_threshold", Arity::One, "1.5", PREFIXES),
-    ignored(
-        "bucket_adjust_interval_secs",
-        Arity::One,
-        "5",
-        "admission weighs the length of every prompt; there are no buckets",
-    ),
     ignored("eviction_interval_secs", Arity::One, "60", PREFIXES),
-    ignored("max_tree_size", Arity::One, "67108864", PREFIXES),
-    ignored("max_idle_secs", Arity::One, "14400", KEYS),
-    ignored(
-        "assignment_mode",
-        Arity::One,
-        "random",
-        "a new key goes where there is room, which is what min_load means",
-    ),
     refused("enable_igw", Arity::Switch, "False", "one router serves one model; start one for each"),
     ignored("mini_lb", Arity::Switch, "False", "r3router itself serves in place of the balancer for debugging"),
     ignored("model_path", Arity::One, "None", ENGINES_TOKENISE),

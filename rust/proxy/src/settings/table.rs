@@ -7,7 +7,7 @@ use r3router_core::admission::WindowMode;
 
 use super::declare::{Row, Unit, settings};
 use super::names::{
-    AllowedHost, Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl,
+    AllowedHost, Assignment, Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl,
 };
 use super::sources::Merge;
 use super::value::Value;
@@ -82,13 +82,26 @@ settings! {
         client_key_path: Option<String> = None; peer("None"),
     }
     "Routing" => {
-        /// Which rank is preferred among those that have room: `cache_aware` and `prefix_hash` prefer the rank that has the prompt's prefix
-        /// cached, the other names the rank with the most room. Routing keys are kept in order and served fairly under each of them.
+        /// How a rank is chosen among those that have room: `cache_aware` the one that has the prompt's beginning cached, within balance;
+        /// `headroom` the one with the most room; `random`; `round_robin`; `power_of_two` the lighter of two; `bucket` by prompt length; `manual`
+        /// the one that a routing key was given first; `consistent_hashing` by a hash of the routing key; `prefix_hash` by one of the prompt's
+        /// first 256 tokens. The routing key is the header `X-SMG-Routing-Key`. No policy overrides admission.
         policy: Policy = Policy::CacheAware; peer("cache_aware"),
-        /// Without effect yet: a pair is chosen as one, by --policy.
-        prefill_policy: Option<Policy> = None; peer("None"); inert(),
-        /// Without effect yet: a pair is chosen as one, by --policy.
-        decode_policy: Option<Policy> = None; peer("None"); inert(),
+        /// The same for prefill ranks. Left out, --policy.
+        prefill_policy: Option<Policy> = None; peer("None"),
+        /// The same for decode ranks. Left out, --policy, but for `cache_aware`, in whose place it is `headroom` then: prompts are cached by
+        /// prefill, and decode needs room.
+        decode_policy: Option<Policy> = None; peer("None"),
+        /// Which rank a new routing key is given under `manual`: the one with the fewest keys of late (`min_group`), with the most room
+        /// (`min_load`), or any (`random`). sglang-router's default is random, which leaves ranks with twice the sessions of others.
+        assignment_mode: Assignment = Assignment::MinGroup; peer("random"),
+        /// A routing key that was not used for so long is forgotten under `manual`.
+        max_idle_secs: Duration = Duration::from_secs(14_400); unit(Unit::Secs); peer("14400"); range(1.0, 365.0 * DAY),
+        /// How long `bucket` counts prompt lengths before it draws its limits anew.
+        bucket_adjust_interval_secs: Duration = Duration::from_secs(5); unit(Unit::Secs); peer("5"); range(1.0, DAY),
+        /// Memory for known prefixes, a hard limit that holds at every insert. In sglang-router it counts characters of each tree and is
+        /// looked at between evictions only.
+        max_tree_size: u64 = 64 << 20; unit(Unit::Bytes); peer("67108864"); range(0.0, 1e12),
     }
     "Requests" => {
         /// Largest request body.

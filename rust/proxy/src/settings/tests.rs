@@ -56,7 +56,7 @@ fn an_error_names_the_source_the_value_and_the_mend_and_all_errors_come_at_once(
         [
             "--port: `99999` is not a port from 0 to 65535; expected a port",
             "--policy: `round_robbin` is not one of random, round_robin, cache_aware, power_of_two, manual, consistent_hashing, \
-             prefix_hash, bucket, did you mean `round_robin`?; expected one of the names",
+             prefix_hash, bucket, headroom, did you mean `round_robin`?; expected one of the names",
             "R3ROUTER_KV_MARGIN: `2.0` is out of range; it must be between 0 and 0.9",
             "--poll-interval-ms: `0s` is out of range; it must be between 5ms and 60000ms",
         ]
@@ -192,8 +192,8 @@ fn no_setting_is_taken_for_a_variable_of_a_tool() {
 
 #[test]
 fn a_setting_without_effect_says_so_when_it_is_written() {
-    let loaded = Sources::default().flag("decode_policy", "random").flag("policy", "random").load().unwrap();
-    assert_eq!(loaded.warnings, ["--decode-policy: Without effect yet: a pair is chosen as one, by --policy."]);
+    let loaded = Sources::default().flag("cb_success_threshold", "2").flag("policy", "random").load().unwrap();
+    assert_eq!(loaded.warnings, ["--cb-success-threshold: Without effect: one good attempt takes a worker back in."]);
     for row in rows() {
         assert_eq!(row.inert, row.help.starts_with("Without effect"), "{}", row.name);
     }
@@ -304,4 +304,26 @@ fn discovery_wants_selectors_of_the_mode_and_selectors_want_discovery() {
     assert_eq!(wrong, ["--selector: `app` is not KEY=VALUE; write each label that pods have as KEY=VALUE"]);
     let idle = Sources::default().flag("selector", json!(["a=b"])).load().unwrap();
     assert_eq!(idle.warnings, ["--selector: without effect: it is read with --service-discovery only"]);
+}
+
+#[test]
+fn policies_of_roles_follow_policy_and_decode_wants_room_where_prompts_are_cached_by_prefill() {
+    use r3router_core::policy::Policy as P;
+    let of = |given: &[(&str, &str)]| {
+        let sources = given.iter().fold(Sources::default(), |s, (name, value)| s.flag(*name, *value));
+        sources.load().unwrap().settings.admission_config(1).policies.of
+    };
+    assert_eq!(of(&[]), [P::CacheAware, P::CacheAware, P::Headroom]);
+    assert_eq!(of(&[("policy", "manual")]), [P::Manual; 3]);
+    assert_eq!(of(&[("decode_policy", "cache_aware")]), [P::CacheAware; 3]);
+    assert_eq!(
+        of(&[("policy", "random"), ("prefill_policy", "bucket"), ("decode_policy", "power_of_two")]),
+        [P::Random, P::Bucket, P::PowerOfTwo]
+    );
+    for name in super::Policy::NAMES {
+        assert_eq!(super::Policy::from_name(name).unwrap().name(), *name);
+        of(&[("policy", name)]);
+    }
+    let limit = Sources::default().flag("max_tree_size", "1MiB").load().unwrap().settings;
+    assert_eq!(limit.admission_config(1).affinity_bytes, 1 << 20);
 }

@@ -6,7 +6,7 @@ use serde_json::{Value as Json, json};
 
 use super::declare::{Arity, Unit};
 use super::names::{
-    AllowedHost, Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl,
+    AllowedHost, Assignment, Cap, DiscoverySource, LogLevel, Policy, PrefillWorker, R3Transport, Secret, WorkerUrl,
 };
 use super::nearest::nearest;
 use super::quantity::{parse_bytes, parse_duration, show_bytes, show_duration};
@@ -263,7 +263,7 @@ macro_rules! named {
         }
     )+};
 }
-named!(DiscoverySource, Policy, LogLevel, R3Transport);
+named!(DiscoverySource, Policy, Assignment, LogLevel, R3Transport);
 
 impl Value for WindowMode {
     const METAVAR: &'static str = "MODE";

@@ -9,6 +9,7 @@ use crate::topology::{EngineFacts, WorkerId, WorkerSpec};
 mod ends;
 mod limits;
 mod pairs;
+mod policies;
 mod prefixes;
 mod spread;
 mod waiting;
@@ -35,7 +36,11 @@ impl Lab {
     }
 
     fn worker(&mut self, role: Role, ranks: u16, facts: EngineFacts) -> WorkerId {
-        let url = format!("http://{role:?}{ranks}").into();
+        self.worker_at(&format!("http://{role:?}{ranks}"), role, ranks, facts)
+    }
+
+    fn worker_at(&mut self, url: &str, role: Role, ranks: u16, facts: EngineFacts) -> WorkerId {
+        let url = url.into();
         self.a.add_worker(WorkerSpec { url, role, ranks, facts }, t(0.0))
     }
 
