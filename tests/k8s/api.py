@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote
@@ -48,6 +49,8 @@ class Api:
         self.history: list[tuple[int, Json]] = []
         self.silent = False
         self.lists = 0
+        self.asked_at = 0.0
+        """When the first request came."""
         self.watches = 0
         self.paths: list[str] = []
         self._items: dict[str, bytes] = {}
@@ -152,6 +155,7 @@ class Api:
         headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines)}
         path, _, query = start.split(" ")[1].partition("?")
         asked = {k: v[0] for k, v in parse_qs(query).items()}
+        self.asked_at = self.asked_at or time.monotonic()
         self.paths.append(path)
         if headers.get("authorization") != f"Bearer {TOKEN}" or path != f"/api/v1/namespaces/{NAMESPACE}/pods":
             self._reply(writer, 403, b'{"kind":"Status","code":403,"message":"forbidden"}')

@@ -121,3 +121,20 @@ async def test_a_new_router_that_dies_before_it_is_ready_changes_nothing(lab: La
     assert statuses([await router.client.generate(**GENERATE) for _ in range(10)]) == {200: 10}
     new = await successor(lab, router, flags)
     assert (await new.client.generate(**GENERATE)).status == 200
+
+
+async def test_a_new_router_that_dies_after_it_took_over_gives_the_port_back(lab: Lab, tmp_path: Path) -> None:
+    fleet = await lab.fleet(Fleet.pd(prefill={"waiting_s": 60.0}, decode={"max_running": 1, "run_s": 3.0, "waiting_s": 60.0}))
+    router, flags = await overlapping(lab, fleet, tmp_path)
+    waiting = [asyncio.create_task(router.client.generate(**GENERATE)) for _ in range(2)]
+    await until(lambda: fleet.d.live, "one runs, one waits")
+    new = Router(flags, lab.folder / "router-dies.log")
+    lab.routers.append(new)
+    starting = asyncio.create_task(new.start(ports=(router.port, router.metrics_port), ready=False))
+    await until(lambda: "a new router has taken over" in router.tail(), "it took over", 60.0)
+    assert new.process is not None
+    new.process.kill()
+    starting.cancel()
+    await until(lambda: "did not take over" in router.tail(), "the old one noticed")
+    fleet.d.run_s = 0.0
+    assert statuses(await asyncio.gather(*waiting, router.client.generate(**GENERATE))) == {200: 3}

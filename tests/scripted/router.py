@@ -123,6 +123,11 @@ class Router:
                 return int(line.split()[1]) * 1024
         raise AssertionError(f"no {field} in /proc")
 
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used."""
+        user, system = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def reset_peak(self) -> None:
         """Starts the peak anew."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")

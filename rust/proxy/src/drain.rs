@@ -13,6 +13,11 @@ impl Drain {
         self.0.store(true, Ordering::Release);
     }
 
+    /// New work is taken again: the router that was to take it has ended.
+    pub fn stop(&self) {
+        self.0.store(false, Ordering::Release);
+    }
+
     /// Whether it has started.
     pub fn started(&self) -> bool {
         self.0.load(Ordering::Acquire)

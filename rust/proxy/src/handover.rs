@@ -46,7 +46,7 @@ use crate::workers::{Phase, role_name};
 const SOCKETS: usize = 2;
 /// Most bytes of the first line.
 const HELLO: usize = 1 << 20;
-/// How long a step of the other side may take that needs no engine.
+/// How long the first line may take.
 const STEP: Duration = Duration::from_secs(10);
 /// How long the new router waits for the report of an engine before it goes on without that engine's.
 const REPORTS: Duration = Duration::from_secs(30);
@@ -181,12 +181,10 @@ fn send(to: BorrowedFd<'_>, text: &[u8], sockets: &[BorrowedFd<'_>]) -> io::Resu
     Ok(sendmsg(to, &[IoSlice::new(text)], &mut control, SendFlags::NOSIGNAL)?)
 }
 
-/// The line that comes next, within `limit`; "" at the end.
-async fn line(reader: &mut BufReader<OwnedReadHalf>, limit: Duration) -> io::Result<String> {
+/// The line that comes next; "" at the end.
+async fn line(reader: &mut BufReader<OwnedReadHalf>) -> io::Result<String> {
     let mut text = String::new();
-    tokio::time::timeout(limit, reader.read_line(&mut text))
-        .await
-        .map_err(|_| bad("the other router does not answer"))??;
+    reader.read_line(&mut text).await?;
     Ok(text.trim_end().to_owned())
 }
 
@@ -207,7 +205,8 @@ impl Taking {
     pub async fn take(&mut self, app: &Arc<App>, port: u16) -> io::Result<()> {
         reports(app, None).await;
         self.writer.write_all(format!("take {port}\n").as_bytes()).await?;
-        match line(&mut self.reader, STEP).await?.as_str() {
+        // It may take as long as a pause of the fleet does.
+        match line(&mut self.reader).await?.as_str() {
             "taken" => Ok(()),
             "" => Err(bad("it has ended")),
             other => Err(bad(other)),
@@ -216,13 +215,12 @@ impl Taking {
 
     /// Opens the gate when the old router binds no more. Ready when that has ended.
     pub async fn release(mut self, app: Arc<App>) {
-        let mut text = String::new();
         // "released", or the end of the old router: either way it binds no more.
-        let _ = self.reader.read_line(&mut text).await;
+        let told = line(&mut self.reader).await.is_ok_and(|text| text == "released");
         reports(&app, Some(app.clock.now())).await;
         app.gate.set_held(false);
-        tracing::info!(told = text.starts_with("released"), "this router binds now");
-        let _ = self.reader.read_line(&mut text).await;
+        tracing::info!(told, "this router binds now");
+        let _ = line(&mut self.reader).await;
     }
 }
 
@@ -280,6 +278,7 @@ pub async fn offer(app: &Arc<App>, path: &Path, sockets: &[OwnedFd], doors: &Doo
             Err(error) => {
                 // It died, or was refused by its own settings: this router serves on.
                 *app.handover.successor.write() = None;
+                app.drain.stop();
                 doors.set(true);
                 tracing::warn!(%error, "a new router asked for this one's sockets and did not take over");
             }
@@ -307,10 +306,12 @@ async fn hand_over(app: &Arc<App>, stream: UnixStream, sockets: &[OwnedFd], door
     writer.write_all(hello.get(sent..).unwrap_or_default()).await?;
     let mut reader = BufReader::new(reader);
     tracing::info!("a new router has the sockets; this one serves on until it is ready");
-    let mut text = String::new();
-    reader.read_line(&mut text).await?;
-    let port: u16 =
-        text.trim_end().strip_prefix("take ").and_then(|p| p.parse().ok()).ok_or_else(|| bad("it went away"))?;
+    let text = line(&mut reader).await?;
+    let port: u16 = text.strip_prefix("take ").and_then(|p| p.parse().ok()).ok_or_else(|| bad("it went away"))?;
+    // What waits here could not leave once the end of the pause reaches the new router only.
+    while app.gate.is_paused() {
+        tokio::time::sleep(LOOK).await;
+    }
     let address = Address::parse(&format!("http://{}:{port}", Ipv4Addr::LOCALHOST)).map_err(|e| bad(&e.to_string()))?;
     *app.handover.successor.write() =
         Some(Pool::new(address, app.settings.upstream_idle_secs, CONNECT, &Arc::default()));
@@ -318,10 +319,17 @@ async fn hand_over(app: &Arc<App>, stream: UnixStream, sockets: &[OwnedFd], door
     writer.write_all(b"taken\n").await?;
     tracing::info!(live = app.metrics.live(), "a new router has taken over; what runs and waits here goes on");
     app.drain.start();
-    while app.gate.snapshot().queued > 0 {
-        tokio::time::sleep(LOOK).await;
+    let empty = async {
+        while app.gate.snapshot().queued > 0 {
+            tokio::time::sleep(LOOK).await;
+        }
+        tokio::time::sleep(SETTLE).await;
+    };
+    tokio::select! {
+        () = empty => {}
+        // It says nothing more until this router has ended, so this is its end.
+        _ = line(&mut reader) => return Err(bad("it ended after it had taken over")),
     }
-    tokio::time::sleep(SETTLE).await;
     writer.write_all(b"released\n").await?;
     Ok(Given { _reader: reader, _writer: writer })
 }

@@ -43,6 +43,7 @@ pub mod receive;
 pub mod reference;
 pub mod registration;
 pub mod relay;
+pub mod reload;
 pub mod rerank;
 pub mod rid;
 pub mod routes;

@@ -3,7 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
@@ -12,6 +12,20 @@ use crate::settings::{Loaded, LogLevel};
 
 /// Name of the file in `--log-dir`. It is opened for append, so that several starts share it and rotation may truncate it.
 const FILE: &str = "r3router.log";
+
+/// Sets the level of the process's log.
+static LEVEL: OnceLock<Box<dyn Fn(LogLevel) + Send + Sync>> = OnceLock::new();
+
+/// Logs so much from now on.
+pub fn set_level(level: LogLevel) {
+    if let Some(set) = LEVEL.get() {
+        set(level);
+    }
+}
+
+fn filter(of: LogLevel) -> EnvFilter {
+    EnvFilter::builder().with_default_directive(level(of).into()).from_env_lossy()
+}
 
 /// Starts logging for the process, with the warnings of the settings as its first lines. A process that logs already is left as it is.
 ///
@@ -23,13 +37,24 @@ pub fn init(loaded: &Loaded) -> io::Result<()> {
         Some(folder) => BoxMakeWriter::new(Mutex::new(open(Path::new(folder))?)),
         None => BoxMakeWriter::new(io::stderr),
     };
-    let filter = EnvFilter::builder().with_default_directive(level(settings.log_level).into()).from_env_lossy();
     let builder = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+        .with_env_filter(filter(settings.log_level))
         .with_writer(writer)
         .with_ansi(settings.log_dir.is_none() && std::io::IsTerminal::is_terminal(&io::stderr()));
     // A second router in one process (tests) finds a subscriber that is already set; its lines go there.
-    let _ = if settings.log_json { builder.json().flatten_event(true).try_init() } else { builder.try_init() };
+    if settings.log_json {
+        let builder = builder.json().flatten_event(true).with_filter_reloading();
+        let handle = builder.reload_handle();
+        if builder.try_init().is_ok() {
+            let _ = LEVEL.set(Box::new(move |level| drop(handle.reload(filter(level)))));
+        }
+    } else {
+        let builder = builder.with_filter_reloading();
+        let handle = builder.reload_handle();
+        if builder.try_init().is_ok() {
+            let _ = LEVEL.set(Box::new(move |level| drop(handle.reload(filter(level)))));
+        }
+    }
     for warning in &loaded.warnings {
         tracing::warn!("{warning}");
     }

@@ -1,7 +1,9 @@
 //! The router as a process: runtime, signals, exit.
 use std::future::Future;
 use std::net::SocketAddr;
+use std::sync::Arc;
 
+use crate::reload::{Read, Reload};
 use crate::server::{Router, StartError};
 use crate::settings::Settings;
 
@@ -20,11 +22,16 @@ pub async fn serve(
     Ok(())
 }
 
-/// Serves on a runtime of its own until SIGTERM or SIGINT, then drains. A second signal ends it at once.
+/// Serves on a runtime of its own until SIGTERM or SIGINT, then drains. A second signal ends it at once. SIGHUP has the settings read anew, by
+/// `read`, and the certificates.
 ///
 /// # Errors
 /// When the router or the runtime cannot start.
-pub fn serve_blocking(settings: Settings, ready: impl FnOnce(SocketAddr)) -> Result<(), StartError> {
+pub fn serve_blocking(
+    settings: Settings,
+    read: Option<Read>,
+    ready: impl FnOnce(SocketAddr),
+) -> Result<(), StartError> {
     let failed = |error| StartError::Listen("a runtime".to_owned(), error);
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     if settings.threads > 0 {
@@ -33,18 +40,25 @@ pub fn serve_blocking(settings: Settings, ready: impl FnOnce(SocketAddr)) -> Res
     let runtime = builder.thread_name("r3router").enable_all().build().map_err(failed)?;
     let served = runtime.block_on(async {
         let mut signals = Signals::new().map_err(failed)?;
-        let (stop, stopped) = tokio::sync::oneshot::channel();
-        let running = serve(settings, ready, async move {
+        let mut reload = Reload::new(settings.clone(), read);
+        let router = Router::bind(settings).await?;
+        ready(router.address());
+        let app = Arc::clone(router.app());
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let mut running = std::pin::pin!(router.run(async move {
             let _ = stopped.await;
-        });
-        let mut running = std::pin::pin!(running);
+        }));
         let mut stop = Some(stop);
         loop {
             tokio::select! {
-                result = running.as_mut() => return result,
-                () = signals.next() => match stop.take() {
-                    Some(stop) => drop(stop.send(())),
-                    None => return Ok(()),
+                () = running.as_mut() => return Ok(()),
+                signal = signals.next() => match (signal, stop.take()) {
+                    (Signal::Reload, kept) => {
+                        stop = kept;
+                        reload.run(&app);
+                    }
+                    (Signal::End, Some(stop)) => drop(stop.send(())),
+                    (Signal::End, None) => return Ok(()),
                 },
             }
         }
@@ -54,22 +68,35 @@ pub fn serve_blocking(settings: Settings, ready: impl FnOnce(SocketAddr)) -> Res
     served
 }
 
-/// SIGTERM and SIGINT.
+/// What a signal asks for.
+#[derive(Clone, Copy, Debug)]
+enum Signal {
+    End,
+    Reload,
+}
+
+/// SIGTERM, SIGINT and SIGHUP.
 struct Signals {
     term: tokio::signal::unix::Signal,
     int: tokio::signal::unix::Signal,
+    hup: tokio::signal::unix::Signal,
 }
 
 impl Signals {
     fn new() -> std::io::Result<Self> {
         use tokio::signal::unix::{SignalKind, signal};
-        Ok(Self { term: signal(SignalKind::terminate())?, int: signal(SignalKind::interrupt())? })
+        Ok(Self {
+            term: signal(SignalKind::terminate())?,
+            int: signal(SignalKind::interrupt())?,
+            hup: signal(SignalKind::hangup())?,
+        })
     }
 
-    async fn next(&mut self) {
+    async fn next(&mut self) -> Signal {
         tokio::select! {
-            _ = self.term.recv() => {}
-            _ = self.int.recv() => {}
+            _ = self.term.recv() => Signal::End,
+            _ = self.int.recv() => Signal::End,
+            _ = self.hup.recv() => Signal::Reload,
         }
     }
 }

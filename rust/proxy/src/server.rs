@@ -17,7 +17,6 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use r3router_core::error::{Error, Kind, Source};
-use r3router_core::topology::Role;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
@@ -27,8 +26,9 @@ use crate::app::App;
 use crate::edge::{Edge, Held, Overdue, Socket};
 use crate::errors::{Reply, bytes_reply, error_reply, not_found};
 use crate::handover::{Doors, Given, Sockets, Taking};
+use crate::reload::Named;
 use crate::settings::Settings;
-use crate::{admin, check, discovery, handover, info, registration, routes, tls};
+use crate::{admin, check, discovery, handover, info, routes, tls};
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 4096;
@@ -248,17 +248,7 @@ async fn take(app: &Arc<App>, mut taking: Taking, doors: &Doors, closed: watch::
 }
 
 fn register_named(app: &Arc<App>) -> Result<(), Error> {
-    let settings = &app.settings;
-    for worker in &settings.worker_urls {
-        registration::register(app, registration::plain(&worker.0, Role::Regular, None)?)?;
-    }
-    for worker in &settings.prefill {
-        registration::register(app, registration::plain(&worker.url.0, Role::Prefill, worker.bootstrap_port)?)?;
-    }
-    for worker in &settings.decode {
-        registration::register(app, registration::plain(&worker.0, Role::Decode, None)?)?;
-    }
-    Ok(())
+    Named::of(&app.settings).iter().try_for_each(|named| named.register(app))
 }
 
 /// Serves the admin listener; tries to get its port while another has it, as the router before this one does until it has ended.

@@ -284,13 +284,17 @@ impl ClientTls {
     }
 }
 
+/// Looks at the files once: whether those of each side have changed.
+pub fn look(server: Option<&ServerTls>, client: &ClientTls) -> [Result<bool, Error>; 2] {
+    [server.map_or(Ok(false), ServerTls::reload), client.reload()]
+}
+
 /// Looks at the files for ever.
 pub async fn watch(server: Option<Arc<ServerTls>>, client: Arc<ClientTls>) {
     let mut last = String::new();
     loop {
         tokio::time::sleep(LOOK).await;
-        let server = server.as_ref().map_or(Ok(false), |tls| tls.reload());
-        for changed in [server, client.reload()] {
+        for changed in look(server.as_deref(), &client) {
             match changed {
                 Ok(true) => tracing::info!("certificates read anew; new connections use them"),
                 // Once: a file may be broken for long.

@@ -125,6 +125,11 @@ impl Row {
         self
     }
 
+    pub(super) fn reloads(mut self) -> Self {
+        self.reloadable = true;
+        self
+    }
+
     /// `--max-payload-size`; a switch that is on by default is written `--no-…` in help.
     pub fn flag(&self) -> String {
         format!("--{}", self.name.replace('_', "-"))

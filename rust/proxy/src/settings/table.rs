@@ -21,13 +21,13 @@ settings! {
         /// Port to listen on; 0 takes a free one and prints it.
         port: u16 = 30000; peer("30000"),
         /// Regular (unsplit) engines. More can be added while the router runs, with POST /workers.
-        worker_urls: Vec<WorkerUrl> = Vec::new(); peer("[]"),
+        worker_urls: Vec<WorkerUrl> = Vec::new(); peer("[]"); reloads(),
         /// Prefill and decode are separate engines. May start without any; they come with POST /workers.
         pd_disaggregation: bool = false; peer("False"),
         /// A prefill engine and the port of its bootstrap server (`none` or left out: the engine is asked). Repeatable.
-        prefill: Vec<PrefillWorker> = Vec::new(); peer("None"),
+        prefill: Vec<PrefillWorker> = Vec::new(); peer("None"); reloads(),
         /// A decode engine. Repeatable.
-        decode: Vec<WorkerUrl> = Vec::new(); peer("None"),
+        decode: Vec<WorkerUrl> = Vec::new(); peer("None"); reloads(),
         /// Without effect: r3router always routes by data-parallel rank.
         dp_aware: bool = false; peer("False"); inert(),
         /// List one worker a rank, as `url@rank`, in `GET /workers`, for tools that expect it. Otherwise one an engine, with its ranks.
@@ -229,7 +229,7 @@ settings! {
     }
     "Logs and metrics" => {
         /// How much is logged.
-        log_level: LogLevel = LogLevel::Info; peer("info"),
+        log_level: LogLevel = LogLevel::Info; peer("info"); reloads(),
         /// Log lines as JSON objects.
         log_json: bool = false,
         /// Folder for log files; left out, logs go to standard error.
