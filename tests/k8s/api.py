@@ -53,6 +53,8 @@ class Api:
         """When the first request came."""
         self.watches = 0
         self.paths: list[str] = []
+        self.served_at = 0.0
+        """When the first LIST had been written."""
         self._items: dict[str, bytes] = {}
         self._news = asyncio.Condition()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -169,6 +171,8 @@ class Api:
             meta = json.dumps({"resourceVersion": str(self.version), "continue": more}).encode()
             self._reply(writer, 200, b'{"kind":"PodList","metadata":' + meta + b',"items":[' + b",".join(page) + b"]}")
         await writer.drain()
+        if not self.served_at and self.lists:
+            self.served_at = time.monotonic()
 
     @staticmethod
     def _reply(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:

@@ -228,7 +228,8 @@ async def test_five_thousand_pods_are_followed_in_bounded_memory(lab: Lab, api: 
     began = time.monotonic()
     await c.start(NEVER, everything=False)
     answers = await c.calls(1)
-    took, listed_s = time.monotonic() - began, time.monotonic() - api.asked_at
+    ended = time.monotonic()
+    took, listed_s, served_s = ended - began, ended - api.asked_at, ended - api.served_at
     cpu = c.router.cpu_s()
     assert statuses(answers) == {200: 1}
     # All of them are known, dead ones too.
@@ -237,7 +238,8 @@ async def test_five_thousand_pods_are_followed_in_bounded_memory(lab: Lab, api: 
     peak = c.router.rss("VmHWM")
     with capsys.disabled():
         print(
-            f"\n{PODS} pods: first reply {listed_s:.2f} s after the first LIST, {took:.2f} s after exec, {cpu:.2f} CPU s; peak {peak / 1e6:.0f} MB"
+            f"\n{PODS} pods: first reply {listed_s:.2f} s after the first LIST was asked for, {served_s:.2f} s after it was served, "
+            f"{took:.2f} s after exec; {cpu:.2f} CPU s, peak {peak / 1e6:.0f} MB"
         )
     assert peak <= 200_000_000
     await api.delete("decode-0")
