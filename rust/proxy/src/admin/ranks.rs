@@ -190,7 +190,7 @@ mod tests {
             shown: "http://d:1".into(),
             role: r3router_core::topology::Role::Decode,
             bootstrap_port: None,
-            key: None,
+            key: crate::worker::Key::default(),
             health_checks: true,
             extra: serde_json::Map::new(),
         };
