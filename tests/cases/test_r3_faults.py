@@ -18,7 +18,7 @@ import pytest
 from r3router.client import Client as OurClient
 from r3router.r3.store import SHM
 from scripted.acts import Act
-from scripted.calls import until
+from scripted.calls import CHAT, until
 from scripted.client import Client
 from scripted.engine import Leg, merged_rows, merged_text
 from scripted.host import Host
@@ -67,6 +67,24 @@ async def test_r3_4_engines_with_and_without_the_plug_in_serve_one_sample(lab: L
         assert metrics.sum("r3router_r3_text_bytes_total") < 1024, "no row passed the router"
     got = await client.generate(input_ids=IDS, **ASKED)
     assert got.json()["meta_info"]["routed_experts"] == merged_text(*fleet.pairs()[1])
+
+
+@pytest.mark.parametrize("reference", [False, True])
+async def test_r3_4_rows_that_a_chat_reply_names_twice_are_read_once(lab: Lab, host: Host, reference: bool) -> None:
+    """0.5.17 says them in the choice and in `sglext`: an object is let go by its first reader."""
+    shape = {side: {"r3": plugged(host), "tokens": 50, "rows_twice": True} for side in ("prefill", "decode")}
+    fleet, _, client = await lab.serve(*SHAPE, **shape)
+    body = {**CHAT, "return_meta_info": True, "return_routed_experts": True, "max_tokens": 3}
+    got = await client.post("/v1/chat/completions", body, REF if reference else None)
+    assert got.status == 200, got.body[:400]
+    reply = got.json()
+    meta, ext = reply["choices"][0]["meta_info"], reply.get("sglext") or {}
+    if reference:
+        assert not {"routed_experts", "output_store_ref"} & set(ext)
+        parts = [host.rows(segment, LAYERS, TOP_K) for segment in meta["output_store_ref"]["handle"]["segments"]]
+        assert np.array_equal(np.concatenate(parts), merged_rows(*fleet.pairs()[0]))
+    else:
+        assert meta["routed_experts"] == ext["routed_experts"] == merged_text(*fleet.pairs()[0])
 
 
 GARBAGE: dict[str, bytes | dict[str, Any]] = {

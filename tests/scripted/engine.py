@@ -142,6 +142,8 @@ class Engine:
     """How long a closed connection goes unnoticed when no abort comes."""
     abort_words: str = "Aborted by AbortReq."
     """What ends an aborted transfer; 0.5.12 says `NIXL KVReceiver Exception` to every one that ends."""
+    rows_twice: bool = False
+    """Chat with `return_meta_info` has the rows in `sglext` too, as in 0.5.17."""
     transfer_limit: int | None = None
     on_over: str = "fail"
     """A rank over its limits: `fail` (500, a violation), `freeze` (every rank stops, a violation), `die`, `mamba_500`

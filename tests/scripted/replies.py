@@ -142,7 +142,7 @@ def chat_object(leg: Leg, output: Output) -> dict[str, Any]:
     }
     if leg.body.get("return_meta_info"):
         choice["meta_info"] = meta_info(leg, output)
-    elif output.routed_experts is not None:
+    if output.routed_experts is not None and (leg.engine.rows_twice or not leg.body.get("return_meta_info")):
         reply["sglext"] = experts(output)
     return reply
 

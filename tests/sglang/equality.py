@@ -110,7 +110,8 @@ class Equality:
     def test_chat_with_meta_info_carries_rows_in_the_choice(self, front: Front, tokens: int) -> None:
         got, expected = front.both("/v1/chat/completions", chat(return_meta_info=True, max_tokens=tokens))
         same_rows(got["choices"][0]["meta_info"].get("routed_experts"), expected["choices"][0]["meta_info"].get("routed_experts"))
-        assert in_sglext(got) is None
+        # 0.5.17 says them in both places; references are made for one.
+        assert in_sglext(got) in (None, in_sglext(expected))
 
     def test_chat_samples_are_joined_as_choices(self, front: Front) -> None:
         body = chat() if OLD else chat(return_meta_info=True)

@@ -5,6 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body::Body;
 use r3router_core::error::{Error, Kind, Source};
+use r3router_core::r3::descriptor::Descriptor;
 use r3router_core::r3::outline::Outline;
 use r3router_core::r3::{Dtype, Name, Wanted};
 
@@ -12,7 +13,7 @@ use super::intake::{As, Begin, Fed, Held, Intake, Payload};
 use super::place::{Place, payload};
 use super::read::next;
 use super::{Hold, Plan};
-use crate::store::Draft;
+use crate::store::{Draft, Rows};
 
 /// Less text than this is not worth a moment's wait.
 const LARGE_TEXT: u64 = 1 << 20;
@@ -115,14 +116,24 @@ pub(super) async fn pull(
         return Ok(());
     }
     let Some(agents) = &plan.agents else { return Ok(()) };
+    // A chat reply with `return_meta_info` of SGLang before 0.5.23 says its rows twice, and an object is let go when it has been read.
+    let mut pulled: Vec<(Descriptor, Arc<Rows>)> = Vec::new();
     for payload in payloads {
         if !is_far(payload, plan) {
             continue;
         }
         let Held::Elsewhere(d) = &payload.held else { continue };
-        let rows = agents.pull(d, source, arena).await.map_err(|e| super::resolve::at(plan, e))?;
+        let rows = match pulled.iter().find(|(known, _)| known == d) {
+            Some((_, rows)) => Arc::clone(rows),
+            None => {
+                let rows = agents.pull(d, source, arena).await.map_err(|e| super::resolve::at(plan, e))?;
+                let rows = Arc::new(rows);
+                pulled.push((d.clone(), Arc::clone(&rows)));
+                rows
+            }
+        };
         payload.len = rows.items() * Dtype::I32.size() as u64;
-        (payload.from, payload.wire, payload.held) = (0, Dtype::I32, Held::Rows(Arc::new(rows)));
+        (payload.from, payload.wire, payload.held) = (0, Dtype::I32, Held::Rows(rows));
     }
     Ok(())
 }

@@ -119,9 +119,16 @@ fn payloads(
         }
         places.push(Place::expected(plan.route, e));
     }
+    // SGLang before 0.5.23 says the rows of a chat reply with `return_meta_info` in the choice and in `sglext`. A second reference to one
+    // object would be one too many: who has read it by the first lets it go.
+    let twice = plan.by_ref && name == Name::RoutedExperts && places.len() > 1;
     for place in places {
         let meta = place.of(e);
         let member = meta.and_then(|m| m.payload(name));
+        if twice && place == Place::Ext {
+            edits.extend(member.zip(meta).map(|(m, meta)| remove(reply.text, m, meta)));
+            continue;
+        }
         let decode = payload(reply.payloads, name, member);
         let own = meta.filter(|_| place != Place::Ext);
         let seq = Sequence {
