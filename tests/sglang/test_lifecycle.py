@@ -23,6 +23,7 @@ from .fleet import Process, Trio, call, post
 from .stages import busy, eventually, free, idle, queue
 
 _NAMES = itertools.count()
+RETRACTS = pytest.mark.skipif(OLD, reason="what decode of this release retracts in a pause never ends: it waits for prefill")
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +213,7 @@ def test_a_pause_in_place_goes_on_as_if_nothing_had_been(trio: Trio, router: Pro
         same_generate(json.loads(reply.result()[1]), expected)
 
 
+@RETRACTS
 def test_a_pause_that_retracts_never_gives_wrong_rows(trio: Trio, router: Process) -> None:
     """Decode computes the retracted part again on prefill, so its own rows of that part are junk: refused by name, not returned."""
     body = generate(24, 120)
@@ -227,6 +229,7 @@ def test_a_pause_that_retracts_never_gives_wrong_rows(trio: Trio, router: Proces
     free(trio.decode)
 
 
+@RETRACTS
 def test_a_pause_that_retracts_keeps_the_tokens(trio: Trio, router: Process) -> None:
     """Without R3 nothing is lost: the same tokens as without a pause."""
     body = generate(24, 120) | {"return_routed_experts": False}
