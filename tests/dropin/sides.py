@@ -159,7 +159,7 @@ async def side(name: str, mode: str, folder: Path) -> AsyncIterator[Side]:
     roles = {"regular": [("regular", "R0")], "pd": [("prefill", "P0"), ("decode", "D0")]}[mode]
     fleet = Fleet([Recorder(role, engine) for role, engine in roles])
     await fleet.start()
-    port, metrics = free_ports()
+    port, metrics, admin = free_ports()
     own = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
     # The same words for both: what is compared is a drop-in. One attempt, and quick looks at engines that come up.
     flags = [
@@ -173,7 +173,8 @@ async def side(name: str, mode: str, folder: Path) -> AsyncIterator[Side]:
         "--disable-circuit-breaker",
     ]
     # A peer that finds a proxy or a hub asks them before it serves.
-    env = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith("R3ROUTER_")} | {"HF_HUB_OFFLINE": "1"}
+    env = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith("R3ROUTER_")}
+    env |= {"HF_HUB_OFFLINE": "1", "R3ROUTER_ADMIN_PORT": str(admin)}
     log = folder / f"{name}-{mode}.log"
     with log.open("wb") as out:
         process = subprocess.Popen([*COMMANDS[name], *flags], stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=env)

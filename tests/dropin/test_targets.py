@@ -36,11 +36,12 @@ async def serving(name: str, folder: Path) -> AsyncIterator[tuple[Fleet, Client]
     """A router with three engines behind it."""
     fleet = Fleet([Engine("regular", f"R{n}") for n in range(3)])
     await fleet.start()
-    port, metrics = free_ports()
+    port, metrics, admin = free_ports()
     python, module = MODULES[name]
     fields = {"host": "127.0.0.1", "port": port, "prometheus_host": "127.0.0.1", "prometheus_port": metrics}
     fields["worker_urls"] = [engine.url for engine in fleet.engines]  # type: ignore[assignment]
-    env = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith("R3ROUTER_")} | {"HF_HUB_OFFLINE": "1"}
+    env = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith("R3ROUTER_")}
+    env |= {"HF_HUB_OFFLINE": "1", "R3ROUTER_ADMIN_PORT": str(admin)}
     log = folder / f"{name}.log"
     with log.open("wb") as out:
         command = [python, "-c", LAUNCH.format(module=module), repr(fields)]

@@ -19,7 +19,7 @@ pub(crate) fn serve(py: Python<'_>, sources: &str) -> PyResult<()> {
     };
     py.detach(|| {
         serve_blocking(loaded.settings, Some(Box::new(read)), |address| {
-            println!("r3router listens on {scheme}://{address}")
+            println!("r3router listens on {scheme}://{address}");
         })
     })
     .map_err(|error| match error {
