@@ -123,6 +123,7 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
             ),
             Panel("Bytes held for references", "bytes", (("sum by (place) (r3router_r3_object_bytes@)", "{{place}}"),), stacked=True),
             Panel("Made, and how they end", "ops", _rate("r3router_r3_objects_total", "event")),
+            Panel("References given to the sink", "ops", _rate("r3router_r3_sink_total", "outcome")),
         ),
     ),
     (
