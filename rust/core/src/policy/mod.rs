@@ -1,6 +1,6 @@
 //! Which of the ranks that admission permits a request goes to: one choice for each role, by the names that sglang-router uses.
 //!
-//! A policy never permits anything. [`crate::pairing`] asks it for one rank among those that have room, and binds to that rank or
+//! A policy never permits anything. `pairing` asks it for one rank among those that have room, and binds to that rank or
 //! to none. The defaults, [`Policy::CacheAware`] for prefill and regular ranks and [`Policy::Headroom`] for decode, are decided in
 //! `pairing` itself and touch nothing here. A request that names its rank ([`Target`]) goes there under every policy.
 use std::time::Duration;
