@@ -17,44 +17,29 @@ pub struct Polled {
     pub scale: f64,
 }
 
-/// Maps an engine's wall clock to the router's.
+/// Maps an engine's wall clock to the router's, for answers that do not say the engine's own time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Offset {
-    /// Largest `question's moment - engine's time of answering` seen, seconds. An engine answers after it was asked, so that this is at
-    /// most the clocks' true difference, and as close to it as the fastest question was quick.
-    lower: Option<f64>,
-    /// For answers that do not say the engine's own time: smallest `answer's moment - load's timestamp` seen, seconds, which is the
-    /// clocks' difference plus the youngest age.
+    /// Smallest `answer's moment - load's timestamp` seen, seconds: the clock offset plus the youngest age.
     smallest: Option<f64>,
 }
 
 impl Offset {
     /// When a load with `timestamp` was measured. With the engine's time of answering (`engine_now`) the age is the difference of
-    /// two readings of one clock, counted back from the moment at which the engine answered at the earliest: a bound from below, which
-    /// a slow question does not push back to the moment of asking. Without it the smallest difference seen so far stands for the offset.
+    /// two readings of one clock, counted back from the moment of asking: a bound from below. Without it the smallest difference
+    /// seen so far stands for the offset.
     fn measured_at(&mut self, timestamp: Option<f64>, engine_now: Option<f64>, polled: Polled) -> Moment {
         let Some(timestamp) = timestamp else { return polled.sent };
         if let Some(now) = engine_now {
             // A load that is stamped after the answer's own time was taken meanwhile: age zero.
             let age = Duration::try_from_secs_f64((now - timestamp).max(0.0) * polled.scale).unwrap_or(Duration::MAX);
-            let answering = self.answering(now * polled.scale, polled);
-            return Moment(answering.0.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX)));
+            return Moment(polled.sent.0.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX)));
         }
         let timestamp = timestamp * polled.scale;
         let difference = polled.answered.as_secs_f64() - timestamp;
         let offset = self.smallest.map_or(difference, |s| s.min(difference));
         self.smallest = Some(offset);
         Moment::from_secs_f64(timestamp + offset).min(polled.sent)
-    }
-
-    /// The earliest moment at which an engine whose clock showed `now` (fleet seconds) can have answered.
-    fn answering(&mut self, now: f64, polled: Polled) -> Moment {
-        let asked = polled.sent.as_secs_f64() - now;
-        let known = self.lower.map_or(asked, |l| l.max(asked));
-        // An answer from after it was here: the engine's clock was set forward, so what was known of it is void.
-        let lower = if now + known > polled.answered.as_secs_f64() { asked } else { known };
-        self.lower = Some(lower);
-        Moment::from_secs_f64(now + lower).max(polled.sent)
     }
 }
 
@@ -200,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn age_is_the_difference_on_the_engines_own_clock_counted_from_the_first_question() {
+    fn age_is_the_difference_on_the_engines_own_clock_counted_from_the_question() {
         let answer = json!({"timestamp": "2026-09-30T12:00:00.500+00:00", "loads": [
             {"timestamp": 1_790_769_600.2, "dp_rank": 1, "num_running_reqs": 8, "num_waiting_reqs": 50, "max_total_num_tokens": 5_130_000,
              "disaggregation": {"decode_transfer_queue_reqs": 40, "decode_retracted_queue_reqs": 0}}]});
@@ -209,43 +194,6 @@ mod tests {
         assert_eq!((reports[0].rank, reports[0].running, reports[0].transfer), (1, Some(8), Some(40)));
         assert_eq!(reports[0].prealloc, None);
         assert!((reports[0].measured_at.as_secs_f64() - 99.7).abs() < 1e-6, "{:?}", reports[0].measured_at);
-    }
-
-    /// `measured_at` of one load, seconds: the engine's clock showed `now` when it answered and `stamp` when it measured.
-    fn measured(offset: &mut Offset, now: f64, stamp: f64, polled: Polled) -> f64 {
-        let answer = json!({"timestamp": 1_790_769_600.0 + now, "loads": [{"timestamp": 1_790_769_600.0 + stamp, "dp_rank": 0}]});
-        rank_reports(&answer, polled, offset)[0].measured_at.as_secs_f64()
-    }
-
-    fn near(left: f64, right: f64) {
-        assert!((left - right).abs() < 1e-5, "{left} is not {right}");
-    }
-
-    #[test]
-    fn a_slow_question_is_dated_by_the_quickest_one_and_never_after_the_truth() {
-        let mut offset = Offset::default();
-        // The router's clock shows 100 when the engine's shows 0. A question that took 2 ms to get there.
-        near(measured(&mut offset, 0.002, 0.002, polled(100.0, 100.004)), 100.0);
-        // 300 ms to get there, because the engine's loop was busy: measured at 110.3, and known up to those 2 ms.
-        near(measured(&mut offset, 10.3, 10.3, polled(110.0, 110.31)), 110.298);
-        near(measured(&mut offset, 20.3, 19.9, polled(120.0, 120.31)), 119.898);
-        // A quicker one tells more.
-        near(measured(&mut offset, 30.001, 30.001, polled(130.0, 130.1)), 130.0);
-        near(measured(&mut offset, 40.2, 40.2, polled(140.0, 140.3)), 140.199);
-    }
-
-    #[test]
-    fn a_clock_that_is_set_is_learnt_anew_and_no_report_comes_from_outside_its_question() {
-        let mut offset = Offset::default();
-        near(measured(&mut offset, 0.0, 0.0, polled(100.0, 100.1)), 100.0);
-        // An hour forward: by what was known the answer would come from the future.
-        near(measured(&mut offset, 3_605.05, 3_605.05, polled(105.0, 105.1)), 105.0);
-        near(measured(&mut offset, 3_610.05, 3_610.05, polled(110.0, 110.1)), 110.0);
-        // And two hours back.
-        near(measured(&mut offset, -3_580.0, -3_580.0, polled(120.0, 120.1)), 120.0);
-        near(measured(&mut offset, -3_569.95, -3_569.95, polled(130.0, 130.1)), 130.05);
-        // Another host's clock may run ahead: a stamp from after the answer's own time is as old as the answer.
-        near(measured(&mut offset, -3_560.0, -3_500.0, polled(140.0, 140.1)), 140.0);
     }
 
     #[test]
