@@ -126,9 +126,11 @@ def verdicts(rows: list[Row], decode: float) -> list[Verdict]:
         peaks = [r.router_rss_mb for r in rows if r.router_rss_mb is not None and r.note.startswith("arena of") == small]
         target = f"router RSS <= arena of {cap >> 20} MiB + 64 MB, whatever is in flight"
         found.append(at_most(target, round(max(peaks)), cap / 1e6 + 64, "MB") if peaks else (target, "", None))
-    sizes = [r.json_bytes - (r.said_bytes or 0) for r in rows if r.json_bytes is not None and r.how.startswith("reference")]
-    target = "JSON of a reply by reference <= 4 KB beside what was generated (`text`, `output_ids`)"
-    found.append(at_most(target, max(sizes), 4096, "bytes") if sizes else (target, "", None))
+    replies = [(r.json_bytes, r.said_bytes or 0) for r in rows if r.json_bytes is not None and r.how.startswith("reference")]
+    target = "JSON of a reply by reference <= 4 KB"
+    found.append(at_most(target, max(whole for whole, _ in replies), 4096, "bytes") if replies else (target, "", None))
+    target = "the same beside what was generated (`text`, `output_ids`)"
+    found.append(at_most(target, max(whole - said for whole, said in replies), 4096, "bytes") if replies else (target, "", None))
     plugged = [r for r in rows if r.engines != "as they come" and r.how.startswith("reference") and r.wall is not None]
     # What is left is the text of descriptors, some hundred bytes.
     moved = [(r.r3_in or 0) / r.samples > 2048 or r.fetches for r in plugged]
@@ -154,10 +156,10 @@ Router CPU of a plug-in reply: of 1.6 ms (64 samples, `perf record`, before ids 
 and memmove, and nothing else of the router's is above 4 %. The column "the same without rows" has the same request without R3: what rows
 by reference add is the difference of the two.
 
-mmap with engines as they come: what is left after the sample's end is decode's own 2,000 rows (4 MB of text a sample), the reply, one
+mmap with engines as they come, by reading the code and not by a profile: what is left after the sample's end is decode's own 2,000 rows (4 MB of text a sample), the reply, one
 `open` and one `mmap` a sample in the client, and a request of 406 KB that was sent before. The prompt's rows are in their file by then.
 """
-"""What was found by profiles of this program's runs; measured, and not rendered from a run."""
+"""What was found beside the table; not rendered from a run."""
 
 
 def render(rows: list[Row], decode: float, took: float, busy: str) -> str:
