@@ -156,8 +156,8 @@ Router CPU of a plug-in reply: of 1.6 ms (64 samples, `perf record`, before ids 
 and memmove, and nothing else of the router's is above 4 %. The column "the same without rows" has the same request without R3: what rows
 by reference add is the difference of the two.
 
-mmap with engines as they come, by reading the code and not by a profile: what is left after the sample's end is decode's own 2,000 rows (4 MB of text a sample), the reply, one
-`open` and one `mmap` a sample in the client, and a request of 406 KB that was sent before. The prompt's rows are in their file by then.
+mmap with engines as they come, by reading the code and not by a profile: what is left after the sample's end is decode's own 2,000 rows
+(4 MB of text a sample), the reply, one `open` and one `mmap` a sample in the client, and a request of 406 KB that was sent before. The prompt's rows are in their file by then.
 """
 """What was found beside the table; not rendered from a run."""
 
