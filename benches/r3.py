@@ -157,7 +157,8 @@ and memmove, and nothing else of the router's is above 4 %. The column "the same
 by reference add is the difference of the two.
 
 mmap with engines as they come, by reading the code and not by a profile: what is left after the sample's end is decode's own 2,000 rows
-(4 MB of text a sample), the reply, one `open` and one `mmap` a sample in the client, and a request of 406 KB that was sent before. The prompt's rows are in their file by then.
+(4 MB of text a sample), the reply, one `open` and one `mmap` a sample in the client, and a request of 406 KB that was sent before.
+The prompt's rows are in their file by then.
 """
 """What was found beside the table; not rendered from a run."""
 
