@@ -31,7 +31,7 @@ export PYTHONPATH := $(ROOT)/python
 # Where the tests of deploy/ find helm, kustomize and promtool.
 export DEPLOY_TOOLS := $(TOOLS)/bin
 # Where they find a Mooncake store's program and client.
-export R3ROUTER_MOONCAKE := $(MOONCAKE)
+export MOONCAKE_HOME := $(MOONCAKE)
 HELM := helm.sh/helm/v3/cmd/helm@v3.20.2
 KUSTOMIZE := sigs.k8s.io/kustomize/kustomize/v5@v5.7.1
 # The peers that the demo and the benchmarks run beside ours; each gets an environment of its own, since two of them ship
@@ -136,7 +136,7 @@ $(MOONCAKE)/.done:
 .PHONY: deploy-check
 deploy-check: build deploy-tools ## Chart, kustomizations, examples, rules and image, all of them: nothing is skipped.
 	$(call say,Checking deploy/)
-	R3ROUTER_DEPLOY_REQUIRED=1 "$(BIN)/python" -m pytest --quiet -n 2 tests/deploy
+	DEPLOY_REQUIRED=1 "$(BIN)/python" -m pytest --quiet -n 2 tests/deploy
 
 .PHONY: test-k8s
 test-k8s: deploy-check ## Kubernetes: all that deploy-check does, and discovery against an API server of our own.
@@ -146,7 +146,7 @@ test-k8s: deploy-check ## Kubernetes: all that deploy-check does, and discovery 
 
 .PHONY: deploy-golden
 deploy-golden: build deploy-tools ## Write tests/deploy/golden from what is rendered now.
-	R3ROUTER_DEPLOY_REQUIRED=1 R3ROUTER_DEPLOY_WRITE=1 "$(BIN)/python" -m pytest --quiet tests/deploy -k renders_as_before
+	DEPLOY_REQUIRED=1 DEPLOY_WRITE=1 "$(BIN)/python" -m pytest --quiet tests/deploy -k renders_as_before
 
 .PHONY: lint
 lint: build ## Formatting, clippy, rustdoc, ruff, mypy, stubs.

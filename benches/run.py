@@ -68,7 +68,7 @@ def at_least(target: str, value: float, limit: float, unit: str) -> Verdict:
 def admission(quick: bool) -> str:
     """The core's own benchmark."""
     command = ["cargo", "bench", "--quiet", "--profile", "fast", "-p", "r3router-core", "--bench", "admission"]
-    env = os.environ | ({"R3ROUTER_BENCH_CYCLES": "20000"} if quick else {})
+    env = os.environ | ({"BENCH_CYCLES": "20000"} if quick else {})
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
     table = done.stdout.strip()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if re.match(r"\| \d", line)]

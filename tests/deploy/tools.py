@@ -18,9 +18,9 @@ CHART = DEPLOY / "helm" / "r3router"
 GOLDEN = Path(__file__).parent / "golden"
 
 # Set by `make deploy-check`: what is missing is a failure.
-REQUIRED = os.environ.get("R3ROUTER_DEPLOY_REQUIRED") == "1"
+REQUIRED = os.environ.get("DEPLOY_REQUIRED") == "1"
 # Set by `make deploy-golden`: what differs is written.
-WRITE = os.environ.get("R3ROUTER_DEPLOY_WRITE") == "1"
+WRITE = os.environ.get("DEPLOY_WRITE") == "1"
 
 
 def _missing(what: str) -> None:

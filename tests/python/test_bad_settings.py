@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,3 +143,28 @@ def test_a_bad_setting_is_refused_at_start_with_its_place_and_its_mend(
         assert found[0].startswith(f"{tmp_path}{os.sep}r3.toml:"), found[0]
     assert "Traceback" not in done.stderr
     assert "s3 cret" not in done.stderr
+
+
+ROOT = Path(__file__).parents[2]
+# What the tables of wrong names use on purpose.
+WRONG = {"R3ROUTER_PROT", "R3ROUTER_THREDS"}
+
+
+def test_no_variable_of_the_tools_around_the_router_is_refused_as_a_setting(tmp_path: Path) -> None:
+    # make, CI, tests and benchmarks start routers with their own variables in the environment.
+    places = [ROOT / "Makefile", ROOT / ".ci/run", *ROOT.glob("tests/**/*.py"), *ROOT.glob("benches/**/*.py"), *ROOT.glob("rust/*/benches/*.rs")]
+    names = {name for place in places for name in re.findall(r"R3ROUTER_[A-Z0-9_]*[A-Z0-9]", place.read_text())} - WRONG
+    assert len(names) > 20
+    refused = []
+    for name in sorted(names):
+        done = subprocess.run(
+            [sys.executable, "-m", "r3router", "config", "show"],
+            env={**environment(), name: "1"},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        if "there is no such setting" in done.stderr:
+            refused.append(name)
+    assert refused == []

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ROOT = Path(os.environ.get("R3ROUTER_MOONCAKE", Path(__file__).parents[2] / ".venv-mooncake"))
+ROOT = Path(os.environ.get("MOONCAKE_HOME", Path(__file__).parents[2] / ".venv-mooncake"))
 PYTHON = ROOT / "bin" / "python"
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 READER = """

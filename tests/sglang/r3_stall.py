@@ -36,7 +36,7 @@ from .plugin_pair import variables
 LAYERS, TOP_K = 8, 64
 PROMPT, OUTPUT = 10_240, 24
 SAMPLES = 8
-ROUNDS = int(os.environ.get("R3ROUTER_STALL_ROUNDS", "4"))
+ROUNDS = int(os.environ.get("STALL_ROUNDS", "4"))
 TOKENS = 65_536
 ROW_BYTES = LAYERS * TOP_K * 4
 RESULTS = Path("benches/results/r3_stall.md")
