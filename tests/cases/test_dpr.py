@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from scripted.calls import CHAT, COMPLETION, GENERATE, ROUTES, crowd, statuses, until
-from scripted.engine import Engine, Leg
+from scripted.engine import Engine
 from scripted.fleet import Fleet
 from scripted.lab import Lab
+from scripted.leg import Leg
 
 MAX_ROOM = 2**63 - 1
 

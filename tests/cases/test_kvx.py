@@ -11,9 +11,9 @@ import pytest
 from scripted.acts import every, never
 from scripted.calls import crowd, long_bodies, statuses, until
 from scripted.client import Client, Response
-from scripted.engine import merged_text
 from scripted.fleet import Fleet
 from scripted.lab import Lab
+from scripted.leg import merged_text
 from scripted.r3 import R3Model
 
 pytestmark = pytest.mark.alone

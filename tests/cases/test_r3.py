@@ -14,8 +14,8 @@ import pytest
 from scripted.acts import Act
 from scripted.calls import CHAT, COMPLETION, until
 from scripted.client import Response, events
-from scripted.engine import Leg, merged_rows, merged_text
 from scripted.lab import Lab
+from scripted.leg import Leg, merged_rows, merged_text
 from scripted.r3 import R3Model, from_text, to_text
 from scripted.replies import Output, reply_bytes
 from scripted.server import Exchange

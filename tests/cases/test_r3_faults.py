@@ -20,9 +20,9 @@ from r3router.r3.store import SHM
 from scripted.acts import Act
 from scripted.calls import CHAT, until
 from scripted.client import Client
-from scripted.engine import Leg, merged_rows, merged_text
 from scripted.host import Host
 from scripted.lab import Lab
+from scripted.leg import Leg, merged_rows, merged_text
 from scripted.r3 import R3Model
 from scripted.reference import RefClient
 

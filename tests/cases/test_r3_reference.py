@@ -16,8 +16,8 @@ import pytest
 
 from scripted.calls import until
 from scripted.client import Client, Closed
-from scripted.engine import merged_text
 from scripted.lab import Lab
+from scripted.leg import merged_text
 from scripted.r3 import R3Model, from_text
 
 ASKED = {"return_routed_experts": True, "return_outputs_via_store": True, "sampling_params": {"max_new_tokens": 3}}

@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from scripted import mooncake
 from scripted.client import events
-from scripted.engine import merged_rows
 from scripted.host import Host
 from scripted.lab import Lab
+from scripted.leg import merged_rows
 from scripted.r3 import R3Model
 from scripted.server import Exchange, Request, Server
 

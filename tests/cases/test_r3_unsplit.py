@@ -11,10 +11,11 @@ import pytest
 
 from scripted.calls import CHAT, COMPLETION, until
 from scripted.client import events
-from scripted.engine import Engine, Leg
+from scripted.engine import Engine
 from scripted.fleet import Fleet
 from scripted.host import Host
 from scripted.lab import Lab
+from scripted.leg import Leg
 from scripted.r3 import R3Model, from_text, to_text
 from scripted.reference import RefClient
 

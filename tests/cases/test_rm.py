@@ -12,8 +12,8 @@ import pytest
 from scripted.acts import Act, answer, first, refusal, rst
 from scripted.calls import CHAT, COMPLETION, GENERATE, ROUTES, statuses, until, without_owned
 from scripted.client import events
-from scripted.engine import Leg, merged_text
 from scripted.lab import Lab
+from scripted.leg import Leg, merged_text
 
 ROOM_ON_THE_WIRE = re.compile(rb'"bootstrap_room":\s*(\d{1,19})[,}]')
 HOSTILE_ROOMS: list[Any] = [9007199254740993, 9223372036854775807, 18446744073709551616, -1, 0, 1.5, "7", [1, 2], None, {"a": 1}, True]

@@ -13,9 +13,10 @@ import pytest_asyncio
 from scripted.acts import Act, never
 from scripted.calls import GENERATE, statuses, until
 from scripted.client import Response
-from scripted.engine import Engine, Leg
+from scripted.engine import Engine
 from scripted.fleet import Fleet
 from scripted.lab import Lab
+from scripted.leg import Leg
 from scripted.router import Router
 from scripted.server import Exchange
 

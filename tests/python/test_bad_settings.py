@@ -152,7 +152,13 @@ WRONG = {"R3ROUTER_PROT", "R3ROUTER_THREDS"}
 
 def test_no_variable_of_the_tools_around_the_router_is_refused_as_a_setting(tmp_path: Path) -> None:
     # make, CI, tests and benchmarks start routers with their own variables in the environment.
-    places = [ROOT / "Makefile", ROOT / ".ci/run", *ROOT.glob("tests/**/*.py"), *ROOT.glob("benches/**/*.py"), *ROOT.glob("rust/*/benches/*.rs")]
+    places = [
+        ROOT / "Makefile",
+        ROOT / ".ci/run",
+        *ROOT.glob("tests/**/*.py"),
+        *ROOT.glob("benches/**/*.py"),
+        *ROOT.glob("rust/*/benches/*.rs"),
+    ]
     names = {name for place in places for name in re.findall(r"R3ROUTER_[A-Z0-9_]*[A-Z0-9]", place.read_text())} - WRONG
     assert len(names) > 20
     refused = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 if TYPE_CHECKING:
-    from .engine import Leg
+    from .leg import Leg
     from .server import Exchange
 
 

@@ -4,112 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
 import orjson
 
-from . import replies
+from . import facts, replies
 from .acts import Script
-from .ledger import Rank, load_entry, mamba_metrics
-from .r3 import R3Model, Rows, to_text
-from .rooms import Meeting, Rooms
+from .ledger import Rank, mamba_metrics
+from .leg import Abort, Leg, prompt_tokens
+from .r3 import R3Model, Rows
+from .reading import read, violation
+from .rooms import Rooms
 from .server import Exchange, Request, Server
 
 GENERATION_PATHS = ("/generate", "/v1/chat/completions", "/v1/completions")
-ROOM_TEXT = re.compile(rb'"bootstrap_room"\s*:\s*([^,}\s]+)\s*[,}]')
-MAX_ROOM = 2**63 - 1
-SMALL_BODY = 1 << 16
 MAMBA_TEXT = "Not enough space for mamba cache, try to increase --mamba-full-memory-ratio or --max-mamba-cache-size."
 
 
 class Timeout(Exception):
     """The engine's own waiting timeout: the router must never let it happen."""
-
-
-@dataclass(eq=False)
-class Leg:
-    """One generation request as an engine saw it."""
-
-    engine: Engine
-    request: Request
-    body: dict[str, Any] = field(default_factory=dict)
-    rid: str = ""
-    room: int = 0
-    room_text: str = ""
-    rank: int = 0
-    asked_rank: int | None = None
-    prompt_tokens: int = 0
-    arrived: float = 0.0
-    ended: float | None = None
-    end: str = "open"
-    """How it ended: `answered`, `aborted`, `left` (connection closed, no abort), `late` (closed when the answer was ready),
-    `broken` (by script) or `timeout`."""
-    closed_at: float | None = None
-    aborted_at: float | None = None
-    leaks: bool = False
-    delivered: bool = False
-    sent: bytes = b""
-    """The whole reply of a healthy engine (streams: all events)."""
-    r3_sent: Rows | None = None
-    r3_output: Rows | None = None
-    meeting: Meeting | None = None
-    task: asyncio.Task[Any] | None = None
-    _held: tuple[int, int] = (0, 0)
-
-    @property
-    def raw(self) -> bytes:
-        """The body's bytes."""
-        return self.request.body
-
-    @property
-    def seed(self) -> int:
-        """Names the prompt's rows: the same for both legs of an attempt. Long prompts share a few rows, so that texts can be cached."""
-        ids = self.body.get("input_ids")
-        if isinstance(ids, list):
-            return zlib.crc32(str(ids if len(ids) < 1000 else (ids[:32], ids[-1] & 3)).encode())
-        return zlib.crc32(
-            str(self.body.get("text") or self.body.get("messages") or self.body.get("prompt"))[:4096].encode("utf-8", "replace")
-        )
-
-    def token_at(self, index: int) -> int:
-        """Id of a prompt token."""
-        ids = self.body.get("input_ids")
-        return ids[index] if isinstance(ids, list) and index < len(ids) else 7
-
-    async def deliver(self) -> None:
-        """The leg's part of the KV transfer: prefill computes and sends, decode waits for it."""
-        if self.meeting is None:
-            return
-        engine, meeting = self.engine, self.meeting
-        if engine.role == "prefill":
-            await engine.wait_for(meeting.both, self)
-            if engine.prefill_s or engine.transfer_s:
-                await asyncio.sleep(engine.prefill_s + engine.transfer_s)
-            self.delivered = True
-            if not meeting.delivered.done():
-                meeting.delivered.set_result(None)
-        elif engine.role == "decode":
-            await engine.wait_for(meeting.delivered, self)
-            self.delivered = True
-        await engine.moving.wait()
-
-
-@dataclass
-class Abort:
-    """One `/abort_request` and the legs that it hit (by prefix; none when it came too early or too late)."""
-
-    rid: str
-    at: float
-    hit: list[Leg]
-    body: dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -186,7 +104,7 @@ class Engine:
         self.moving = asyncio.Event()
         self.moving.set()
         self._rids: set[str] = set()
-        self._round_robin = 0
+        self.turn = 0
 
     async def start(self, violations: list[str], rooms: Rooms | None) -> None:
         """Listens. Violations go to the fleet's list."""
@@ -246,7 +164,7 @@ class Engine:
         exchange.on_closed.append(lambda: self._peer_left(leg))
         entered = False
         try:
-            self._read(leg)
+            read(self, leg)
             if self.tokenise_s:
                 await asyncio.sleep(self.tokenise_s)
             self._make_live(leg)
@@ -286,97 +204,14 @@ class Engine:
             if entered and not leg.leaks:
                 self._release(leg)
 
-    def _read(self, leg: Leg) -> None:
-        """Reads the fields that an engine reads, and checks the rules that hold for every leg."""
-        raw = leg.raw
-        try:
-            body = orjson.loads(raw)
-        except ValueError:
-            try:
-                body = json.loads(raw)  # Lone surrogates: Python servers take them.
-            except ValueError as error:
-                body = {}
-                self._violation(leg, f"body is not JSON ({error}): {raw[:200]!r}")
-        if not isinstance(body, dict):
-            self._violation(leg, "body is not an object")
-            body = {}
-        leg.body = body
-        if len(raw) <= SMALL_BODY:
-            self._check_duplicate_keys(leg)
-        leg.rid = body.get("rid") or ""
-        leg.prompt_tokens = prompt_tokens(body) + self.expands
-        self._check_single(leg)
-        if self.role == "regular":
-            leg.rid = leg.rid or f"engine-made-{len(self.legs)}"
-            leg.rank = self._rank(leg, None)
-            return
-        if not isinstance(leg.rid, str) or not leg.rid:
-            self._violation(leg, f"rid is {leg.rid!r}")
-            leg.rid = f"none-{len(self.legs)}"
-        leg.room = self._room(leg)
-        leg.rank = self._rank(leg, leg.room)
-        leg.asked_rank = body.get("disagg_prefill_dp_rank")
-        if self.role == "prefill" and self.dp_size > 1 and self.strict_pairs and body.get("routed_dp_rank") is None:
-            self._violation(leg, "prefill leg without routed_dp_rank")
-
-    def _check_duplicate_keys(self, leg: Leg) -> None:
-        def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-            names = [name for name, _ in items]
-            if len(set(names)) != len(names):
-                self._violation(leg, f"duplicate keys {sorted({n for n in names if names.count(n) > 1})}")
-            return dict(items)
-
-        if leg.body:
-            json.loads(leg.raw, object_pairs_hook=pairs)
-
-    def _check_single(self, leg: Leg) -> None:
-        body = leg.body
-        sampling = body.get("sampling_params")
-        n = (sampling.get("n") if isinstance(sampling, dict) else None) or body.get("n") or 1
-        ids = body.get("input_ids")
-        batch = isinstance(body.get("text"), list) or (isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
-        if self.role != "regular" and (n != 1 or batch):
-            self._violation(leg, f"a PD leg with n={n}, batch={batch}: one room for several samples")
-
-    def _room(self, leg: Leg) -> int:
-        room = leg.body.get("bootstrap_room")
-        if type(room) is not int or not 1 <= room <= MAX_ROOM:
-            self._violation(leg, f"bootstrap_room is {room!r}")
-            return 0
-        found = ROOM_TEXT.findall(leg.raw) if len(leg.raw) <= SMALL_BODY else [str(room).encode()]
-        # Unknown fields of the client may hold a member of the same name further in.
-        written = [text.decode() for text in found]
-        leg.room_text = str(room) if str(room) in written else "".join(written[:1])
-        if leg.room_text != str(room):
-            self._violation(leg, f"bootstrap_room is written {leg.room_text!r}")
-        return room
-
-    def _rank(self, leg: Leg, room: int | None) -> int:
-        rank = leg.body.get("routed_dp_rank", leg.body.get("data_parallel_rank"))
-        header = leg.request.header("x-data-parallel-rank")
-        if header is not None and leg.request.path != "/generate":
-            rank = int(header)  # On OpenAI routes the header beats the body.
-        if rank is None:
-            if room is None:
-                self._round_robin += 1
-                return self._round_robin % self.dp_size
-            return room % self.dp_size
-        if type(rank) is not int or not 0 <= rank < self.dp_size:
-            self._violation(leg, f"rank {rank!r} outside 0..{self.dp_size}")
-            return 0
-        return rank
-
-    def _violation(self, leg: Leg, text: str) -> None:
-        self.violations.append(f"{self.name} {leg.request.path} rid={leg.rid!r}: {text}")
-
     def _make_live(self, leg: Leg) -> None:
         if leg.rid in self._rids:
-            self._violation(leg, "this rid was generated before on this engine")
+            violation(self, leg, "this rid was generated before on this engine")
         self._rids.add(leg.rid)
         if len(self.live) <= 512:
             for other in self.live:
                 if other != leg.rid and (other.startswith(leg.rid) or leg.rid.startswith(other)):
-                    self._violation(leg, f"prefix of, or prefixed by, the live rid {other!r}")
+                    violation(self, leg, f"prefix of, or prefixed by, the live rid {other!r}")
         self.live[leg.rid] = leg
 
     async def _reserve(self, leg: Leg, exchange: Exchange) -> bool:
@@ -397,7 +232,7 @@ class Engine:
             await exchange.reply(500, orjson.dumps({"detail": MAMBA_TEXT}))
             leg.end = "answered"
             return False
-        self._violation(leg, problem)
+        violation(self, leg, problem)
         if self.on_over == "freeze":
             self.moving.clear()
         elif self.on_over == "die":
@@ -523,7 +358,7 @@ class Engine:
             rank.note()
             problem = None if self.on_over == "wait" else self._over(leg.rank)
             if problem:
-                self._violation(leg, f"while it grows: {problem}")
+                violation(self, leg, f"while it grows: {problem}")
                 self.moving.clear()
             if self.run_s and leg.body.get("stream") is not True:
                 await asyncio.sleep(self.run_s / steps)
@@ -605,11 +440,11 @@ class Engine:
             self._abort(orjson.loads(request.body))
             return await exchange.reply(200, b"")
         if path == "/v1/loads":
-            return await exchange.reply(200, orjson.dumps(self.loads()))
+            return await exchange.reply(200, orjson.dumps(facts.loads(self)))
         if path in ("/server_info", "/get_server_info"):
-            return await exchange.reply(200, orjson.dumps(self.server_info()))
+            return await exchange.reply(200, orjson.dumps(facts.server_info(self)))
         if path in ("/model_info", "/get_model_info"):
-            return await exchange.reply(200, orjson.dumps(self.model_info()))
+            return await exchange.reply(200, orjson.dumps(facts.model_info(self)))
         if path in ("/health", "/health_generate", "/ready"):
             if self.health_hangs_s:
                 await asyncio.sleep(self.health_hangs_s)
@@ -647,117 +482,16 @@ class Engine:
         """Aborts that name exactly this rid."""
         return [abort for abort in self.aborts if abort.rid == rid]
 
-    def loads(self) -> dict[str, Any]:
-        """`/v1/loads`."""
-        entries = [
-            load_entry(i, rank, role=self.role, kv_pool=self.kv_pool, max_running=self.max_running) for i, rank in enumerate(self.ranks)
-        ]
-        if self.edit_loads:
-            entries = self.edit_loads(entries)
-        return {
-            "timestamp": datetime.now(timezone.utc).isoformat(),
-            "version": "0.5.23",
-            "accelerator": "fake",
-            "num_accelerators": 1,
-            "loads": entries,
-        }
-
-    def server_info(self) -> dict[str, Any]:
-        """`/server_info`."""
-        state: dict[str, Any] = {
-            "effective_max_running_requests_per_dp": self.max_running,
-            "memory_usage": {"token_capacity": self.kv_pool},
-            "disaggregation_mode": self.role,
-        }
-        if self.mamba_slots is not None:
-            state["max_mamba_cache_size"] = self.mamba_slots
-        info: dict[str, Any] = {
-            "model_path": "m",
-            "served_model_name": "m",
-            "tp_size": self.dp_size,
-            "dp_size": self.dp_size,
-            "attn_dp_size": 1,
-            "enable_dp_attention": self.dp_size > 1,
-            "disaggregation_mode": self.role if self.role != "regular" else "null",
-            "load_balance_method": "follow_bootstrap_room" if self.role == "prefill" else "round_robin",
-            "disaggregation_bootstrap_port": self.bootstrap.port or None,
-            "disaggregation_transfer_backend": "nixl",
-            "max_running_requests": self.max_running * self.dp_size,
-            "max_mamba_cache_size": None,
-            "page_size": self.page_size,
-            "num_reserved_decode_tokens": 512,
-            "disaggregation_decode_extra_slots": 0,
-            "chunked_prefill_size": 1_000_000,
-            "enable_return_routed_experts": not self.r3.missing,
-            "max_total_num_tokens": self.kv_pool,
-            "max_req_input_len": 1_000_000_000,
-            "internal_states": [state] * self.dp_size,
-            "version": "0.5.23",
-            "frontend": "python",
-        }
-        return self.edit_info(info) if self.edit_info else info
-
-    def model_info(self) -> dict[str, Any]:
-        """`/model_info`."""
-        info = {
-            "model_path": "m",
-            "served_model_name": "m",
-            "tokenizer_path": "m",
-            "is_generation": True,
-            "weight_version": "default",
-            "disaggregation_mode": self.role if self.role != "regular" else "null",
-            "model_type": "fake",
-            "answered_by": self.name,
-        }
-        return self.edit_model(info) if self.edit_model else info
-
     async def _bootstrap(self, request: Request, exchange: Exchange) -> None:
         if request.path == "/health":
             return await exchange.reply(200, b"OK", content_type="text/plain")
         query = parse_qs(request.query)
         if request.path == "/route" and query.get("prefill_dp_rank", ["-1"]) == ["-1"]:
-            topology: dict[str, Any] | int = {
-                "attn_tp_size": 1,
-                "attn_cp_size": 1,
-                "dp_size": self.dp_size,
-                "pp_size": 1,
-                "page_size": self.page_size,
-                "kv_cache_dtype": "bfloat16",
-                "follow_bootstrap_room": True,
-                "decode_allocation_policy": "early",
-                "prefill_http_port": self.server.port,
-            }
-            if self.edit_topology:
-                topology = self.edit_topology(topology)
-            if isinstance(topology, int):
-                return await exchange.reply(topology, b"")
-            return await exchange.reply(200, orjson.dumps(topology))
+            told = facts.topology(self)
+            if isinstance(told, int):
+                return await exchange.reply(told, b"")
+            return await exchange.reply(200, orjson.dumps(told))
         return await exchange.reply(404, b"")
-
-
-def prompt_tokens(body: dict[str, Any]) -> int:
-    """Prompt length as this fake counts it: ids, or a token for every four characters."""
-    ids = body.get("input_ids")
-    if isinstance(ids, list):
-        return len(ids) if not ids or not isinstance(ids[0], list) else sum(len(x) for x in ids)
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-        return len(prompt)
-    text = body.get("text") if body.get("text") is not None else prompt
-    if not isinstance(text, str):
-        text = "".join(str(m.get("content")) for m in body.get("messages") or [] if isinstance(m, dict))
-    return max(1, len(text) // 4)
-
-
-def merged_rows(prefill: Leg, decode: Leg) -> Rows:
-    """What one unsplit engine would have returned for these two legs."""
-    assert prefill.r3_sent is not None and decode.r3_output is not None
-    return np.concatenate([prefill.r3_sent, decode.r3_output])
-
-
-def merged_text(prefill: Leg, decode: Leg) -> str:
-    """`merged_rows` as the field's value."""
-    return to_text(merged_rows(prefill, decode))
 
 
 def _uncancel() -> None:

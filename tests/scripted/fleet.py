@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from .engine import Engine, Leg
+from .engine import Engine
+from .leg import Leg
 from .rooms import Rooms
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 if TYPE_CHECKING:
-    from .engine import Leg
+    from .leg import Leg
 
 PREFILL_MARK = 1000
 DECODE_MARK = 2000

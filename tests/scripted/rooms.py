@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .engine import Leg
+    from .leg import Leg
 
 
 class Meeting:

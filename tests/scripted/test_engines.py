@@ -11,9 +11,11 @@ import pytest
 
 from .acts import answer, chunks, cut_short, every, first, head_then_rst, never, rst
 from .client import Client, Closed, events, request_bytes
-from .engine import Engine, merged_rows
+from .engine import Engine
+from .facts import server_info
 from .fleet import Fleet
 from .lab import Lab
+from .leg import merged_rows
 from .metrics import parse
 from .mini import Faults, MiniRouter
 from .r3 import JUNK, from_text
@@ -346,7 +348,7 @@ async def test_the_load_that_the_cases_need_is_carried(lab: Lab) -> None:
 
 def test_an_engine_reports_its_size_per_rank_and_as_a_whole() -> None:
     async def info() -> dict[str, Any]:
-        return Engine("decode", dp_size=4, max_running=32, kv_pool=1000, mamba_slots=7).server_info()
+        return server_info(Engine("decode", dp_size=4, max_running=32, kv_pool=1000, mamba_slots=7))
 
     got = asyncio.run(info())
     assert (got["dp_size"], got["max_running_requests"]) == (4, 128)
