@@ -142,23 +142,27 @@ impl AsyncWrite for Counted {
 /// One open connection.
 struct Wire {
     sender: SendRequest<PiecesBody>,
-    conn: Connection<TokioIo<Counted>, PiecesBody>,
+    /// Gone when it has ended: hyper fails a request that was handed to it too late only when it is dropped.
+    conn: Option<Connection<TokioIo<Counted>, PiecesBody>>,
     stats: Arc<WireStats>,
-    closed: bool,
 }
 
 impl Wire {
     /// Moves bytes in both directions as far as they go.
     fn drive(&mut self, cx: &mut Context<'_>) {
-        if !self.closed && Pin::new(&mut self.conn).poll(cx).is_ready() {
-            self.closed = true;
-        }
+        drive(&mut self.conn, cx);
     }
 
     /// Whether a new request can be sent on it now.
     fn ready(&mut self, cx: &mut Context<'_>) -> bool {
         self.drive(cx);
-        !self.closed && matches!(self.sender.poll_ready(cx), Poll::Ready(Ok(())))
+        self.conn.is_some() && matches!(self.sender.poll_ready(cx), Poll::Ready(Ok(())))
+    }
+}
+
+fn drive(conn: &mut Option<Connection<TokioIo<Counted>, PiecesBody>>, cx: &mut Context<'_>) {
+    if conn.as_mut().is_some_and(|conn| Pin::new(conn).poll(cx).is_ready()) {
+        *conn = None;
     }
 }
 
@@ -301,7 +305,7 @@ impl Pool {
         let io = TokioIo::new(Counted { io, stats: Arc::clone(&stats) });
         let (sender, conn) = Builder::new().handshake(io).await.map_err(|e| Fault::Connect(e.to_string()))?;
         self.stats.opened.fetch_add(1, Ordering::Relaxed);
-        Ok(Box::new(Wire { sender, conn, stats, closed: false }))
+        Ok(Box::new(Wire { sender, conn: Some(conn), stats }))
     }
 
     async fn dial(&self) -> io::Result<Stream> {
@@ -344,11 +348,9 @@ impl Pool {
         let mut response = pin!(wire.sender.send_request(request));
         let mut told = false;
         let result = {
-            let Wire { conn, stats, closed, .. } = &mut *wire;
+            let Wire { conn, stats, .. } = &mut *wire;
             poll_fn(|cx| {
-                if !*closed && Pin::new(&mut *conn).poll(cx).is_ready() {
-                    *closed = true;
-                }
+                drive(conn, cx);
                 if !told && stats.body_sent.load(Ordering::Relaxed) {
                     told = true;
                     sent();
@@ -479,3 +481,6 @@ impl Exchange {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
