@@ -41,6 +41,8 @@ class Lab:
         router = Router(["--r3-store-dir", str(self.store), *base, *flags], log, env)
         self.routers.append(router)
         await router.start(ready=ready)
+        if ready and fleet is not None:
+            await settled(router)
         if self.by_reference:
             router.client = RefClient(router.port)
         return router
@@ -78,3 +80,13 @@ class Lab:
                 router.process.wait()
             router.client.close()
         await asyncio.gather(*(fleet.stop() for fleet in self.fleets))
+
+
+async def settled(router: Router) -> None:
+    """Waits until every engine that the router was given has answered: one of each role makes it ready, shares of ranks need all. Engines
+    that a test keeps from answering, and routers that want a key, are not waited for long."""
+    for _ in range(100):
+        got = await router.client.get("/workers")
+        if got.status != 200 or all(worker["state"] != "pending" for worker in got.json()["workers"]):
+            return
+        await asyncio.sleep(0.01)
