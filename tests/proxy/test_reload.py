@@ -39,7 +39,7 @@ async def test_named_engines_come_and_go_and_what_cannot_change_is_refused_by_na
     assert statuses([await running, *[await router.client.generate(**GENERATE) for _ in range(5)]]) == {200: 6}
     assert (len(fleet.decodes[0].legs), len(fleet.decodes[1].legs)) == (1, 5)
     # What ended under the new level has its line.
-    assert router.tail().count('request id="') == 6
+    assert router.tail().count('route="generate"') == 6
 
 
 async def test_a_file_that_is_wrong_changes_nothing(lab: Lab, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ use crate::settings::Settings;
 use crate::sink::Sink;
 use crate::store::{Arena, Place, Store};
 use crate::tls::{ClientTls, ServerTls};
+use crate::trace::Traces;
 use crate::worker::Worker;
 use crate::workers::Registry;
 
@@ -78,6 +79,8 @@ pub struct App {
     pub drain: Drain,
     /// Whether another router has taken over.
     pub handover: Handover,
+    /// Takes the spans of requests, with `--enable-trace`.
+    pub traces: Option<Arc<Traces>>,
     /// TLS of the main port.
     pub tls: Option<Arc<ServerTls>>,
     /// TLS towards engines.
@@ -125,6 +128,8 @@ impl App {
         });
         let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         let allow = Arc::new(Allow::new(&settings.worker_allow));
+        let metrics = Metrics::new(&settings.prometheus_duration_buckets);
+        let traces = Traces::start(&settings, &metrics.spans, &engine_tls)?;
         Ok(Arc::new(Self {
             allow: Arc::clone(&allow),
             clock,
@@ -141,7 +146,8 @@ impl App {
             sink: settings.r3_sink.as_deref().map(|url| Sink::new(url, settings.upstream_idle_secs)).transpose()?,
             host: Arc::from(host.trim()),
             registry: Registry::default(),
-            metrics: Metrics::new(&settings.prometheus_duration_buckets),
+            metrics,
+            traces,
             arena,
             live: Live::default(),
             rows: RowWidths::new(

@@ -24,6 +24,7 @@ use crate::live::{Owner, Signal};
 use crate::merge::{Merged, merge_json};
 use crate::metrics::LegResult;
 use crate::relay::{Relay, completion_tokens, note, note_account};
+use crate::trace::Wait;
 
 /// Replies up to this size are read whole before the first byte is sent, so that a broken one can be tried again.
 pub const WHOLE: usize = 256 << 10;
@@ -170,21 +171,30 @@ pub async fn serve(shared: &Arc<Shared>, sub: Owner, mode: Mode, count: &Arc<Cou
     let mut attempts_left = app.settings.attempts();
     let mut pause = app.settings.retry_initial_backoff_ms;
     let mut last: Option<Error> = None;
-    let mut lost = 0;
-    if let Err(error) = turn(app, &sub).await {
-        return Err(refusal(&sub, count, error));
-    }
-    match place(app, &sub).await {
+    let (mut lost, mut number) = (0, 1);
+    let mut waiting = Wait::begin(shared.trace.as_ref(), number);
+    let may = match turn(app, &sub).await {
+        Ok(()) => place(app, &sub).await,
+        Err(error) => Err(error),
+    };
+    match may {
         Ok(Some(slot)) => sub.hold(slot),
         Ok(None) => {}
-        Err(error) => return Err(refusal(&sub, count, error)),
+        Err(error) => {
+            waiting.refused(&error);
+            return Err(refusal(&sub, count, error));
+        }
     }
     loop {
         let queued = Instant::now();
         let grant = match acquire(shared, &sub, request.clone()).await {
             Ok(grant) => grant,
-            Err(error) => return Err(refusal(&sub, count, with_cause(error, last))),
+            Err(error) => {
+                waiting.refused(&error);
+                return Err(refusal(&sub, count, with_cause(error, last)));
+            }
         };
+        waiting.bound();
         let wait = queued.elapsed();
         app.metrics.wait.observe(wait);
         count.dispatched(wait);
@@ -244,6 +254,8 @@ pub async fn serve(shared: &Arc<Shared>, sub: Owner, mode: Mode, count: &Arc<Cou
             pause = pause.mul_f64(app.settings.retry_backoff_multiplier).min(app.settings.retry_max_backoff_ms);
         }
         last = Some(error);
+        number += 1;
+        waiting = Wait::begin(shared.trace.as_ref(), number);
     }
 }
 
@@ -418,6 +430,7 @@ async fn merged(shared: &Arc<Shared>, sub: &Owner, started: Started) -> Result<S
     let (status, headers) = take_head(&mut decode);
     let arena = &shared.app.arena;
     let mut watch = Watch::default();
+    sub.spans(crate::trace::Attempt::merging);
     let merged = {
         let mut merging = pin!(async {
             let merged = merge_json(&mut decode, length, prefill, &plan, arena).await?;
@@ -438,6 +451,7 @@ async fn merged(shared: &Arc<Shared>, sub: &Owner, started: Started) -> Result<S
         shared.app.gate.emitted(decode.worker().id, merged.account.r3_decode, decode.took());
     }
     note_account(shared, &merged.account);
+    sub.spans(|spans| spans.merged(merged.account.r3_prefill, merged.account.r3_decode, true));
     Ok(Step::Whole(Answer { status, headers, ready: Ready::Merged(merged) }, Prefill::None))
 }
 

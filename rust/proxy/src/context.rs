@@ -13,6 +13,7 @@ use r3router_core::wire::{Facts, Route};
 use crate::app::App;
 use crate::live::{Sub, Trace};
 use crate::metrics::ClientOutcome;
+use crate::trace::{self, Place};
 use crate::worker::Worker;
 
 /// Request headers that reach the engines beside the router's own.
@@ -54,6 +55,8 @@ pub struct Shared {
     pub model: String,
     /// Hash of the routing key, 0 without one.
     pub key: u64,
+    /// Its trace, when that is recorded.
+    pub trace: Option<Arc<trace::Request>>,
     /// Where the client wants it served.
     pub targets: Targets,
     /// Whether payloads leave by reference.
@@ -85,8 +88,10 @@ pub fn forwarded(from: &HeaderMap) -> HeaderMap {
     let mut headers = HeaderMap::with_capacity(8);
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     for name in FORWARDED {
-        if let Some(value) = from.get(&name) {
-            headers.insert(name, value.clone());
+        // A list may come in several headers: of `tracestate`, all of them count.
+        let values = from.get_all(&name).iter().take(if name == "tracestate" { usize::MAX } else { 1 });
+        for value in values {
+            headers.append(&name, value.clone());
         }
     }
     headers
@@ -130,8 +135,6 @@ pub struct Line {
     pub trace: Trace,
     /// Wait in the router's queue.
     pub wait: Duration,
-    /// From binding to delivery, once delivered.
-    pub delivery: Option<Duration>,
     /// Attempts made.
     pub attempts: u32,
     /// Tokens generated, when the reply said it.
@@ -144,6 +147,7 @@ struct Progress {
     bytes: u64,
     status: u16,
     outcome: Option<ClientOutcome>,
+    error: Option<&'static str>,
     dispatched: bool,
     /// The sub-request that was dispatched last, for ids and ranks when nobody is left to note them.
     last: Option<Arc<Sub>>,
@@ -154,16 +158,28 @@ struct Progress {
 pub struct Count {
     app: Arc<App>,
     route: Option<Route>,
+    path: &'static str,
     id: HeaderValue,
     arrived: Instant,
+    /// Where the client stands in a trace of its own.
+    client: Option<Place>,
+    trace: Option<Arc<trace::Request>>,
     progress: Mutex<Progress>,
 }
 
 impl Count {
-    /// A request that begins now.
-    pub fn start(app: &Arc<App>, route: Option<Route>, id: HeaderValue) -> Self {
+    /// A POST to `path` that begins now.
+    pub fn start(app: &Arc<App>, route: Option<Route>, path: &'static str, headers: &HeaderMap) -> Self {
         app.metrics.start(route);
-        Self { app: Arc::clone(app), route, id, arrived: Instant::now(), progress: Mutex::default() }
+        let (arrived, client) = (Instant::now(), Place::of(headers));
+        let trace = app.traces.as_ref().and_then(|traces| trace::Request::begin(traces, path, client, arrived));
+        let id = request_id(app, route, headers);
+        Self { app: Arc::clone(app), route, path, id, arrived, client, trace, progress: Mutex::default() }
+    }
+
+    /// Its trace, when that is recorded.
+    pub fn trace(&self) -> Option<&Arc<trace::Request>> {
+        self.trace.as_ref()
     }
 
     /// When it began.
@@ -194,11 +210,19 @@ impl Count {
         self.progress.lock().bytes += n;
     }
 
-    /// Sets the outcome.
+    /// The head of a reply goes out.
+    pub fn replied(&self, status: u16) {
+        self.progress.lock().status = status;
+    }
+
+    /// Sets the outcome, and the status unless a reply has gone out with another.
     pub fn outcome(&self, outcome: ClientOutcome, status: u16) {
         let mut progress = self.progress.lock();
         progress.outcome = Some(outcome);
-        progress.status = status;
+        // What the client was told stays told.
+        if progress.status == 0 {
+            progress.status = status;
+        }
     }
 
     /// Whether the outcome is known.
@@ -209,6 +233,7 @@ impl Count {
     /// Sets the outcome of an error.
     pub fn failed(&self, kind: Kind, status: u16) {
         self.outcome(ClientOutcome::of(kind), status);
+        self.progress.lock().error = Some(kind.code());
     }
 
     /// Changes what the log line says.
@@ -228,28 +253,52 @@ impl Drop for Count {
         if outcome == ClientOutcome::Ok {
             self.app.metrics.total.observe(took);
         }
-        if tracing::enabled!(target: "r3router::request", tracing::Level::INFO) {
-            let mut line = progress.line;
-            if let Some(last) = progress.last.filter(|_| line.trace.rid.is_empty()) {
-                line.trace = last.trace();
-            }
+        let logs = tracing::enabled!(target: "r3router::request", tracing::Level::INFO);
+        if !logs && self.trace.is_none() {
+            return;
+        }
+        let mut line = progress.line;
+        if let Some(last) = progress.last.filter(|_| line.trace.rid.is_empty()) {
+            line.trace = last.trace();
+        }
+        let id = self.id.to_str().unwrap_or("");
+        if let Some(trace) = &self.trace {
+            trace.end(&trace::End {
+                outcome,
+                status: progress.status,
+                error: progress.error,
+                id,
+                rid: &line.trace.rid,
+                bytes: progress.bytes,
+                attempts: line.attempts,
+                tokens: line.output_tokens,
+            });
+        }
+        if logs {
+            // The client's own trace is named also when nothing of it is recorded here.
+            let place = self.trace.as_ref().map(|t| t.place()).or(self.client);
             let route = crate::metrics::ROUTES[crate::metrics::route_index(self.route)];
             tracing::info!(
                 target: "r3router::request",
-                id = self.id.to_str().unwrap_or(""),
+                id,
+                method = "POST",
+                path = self.path,
                 route,
+                trace_id = place.map(|p| tracing::field::display(p.trace_id())),
                 rid = line.trace.rid,
                 room = line.trace.room,
                 p = line.trace.prefill.as_deref().unwrap_or(""),
                 d = line.trace.decode.as_deref().unwrap_or(""),
                 wait_ms = line.wait.as_secs_f64() * 1e3,
-                delivery_ms = line.delivery.map(|d| d.as_secs_f64() * 1e3),
+                delivery_ms = line.trace.delivery.map(|d| d.as_secs_f64() * 1e3),
                 total_ms = took.as_secs_f64() * 1e3,
                 attempts = line.attempts,
                 tokens = line.output_tokens,
                 bytes = progress.bytes,
-                status = progress.status,
+                // A client that left before any reply is told apart as nginx does.
+                status = if progress.status == 0 { 499 } else { progress.status },
                 outcome = outcome.name(),
+                error = progress.error,
                 "request"
             );
         }

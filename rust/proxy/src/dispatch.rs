@@ -21,6 +21,7 @@ use crate::live::{Owner, Signal, Sub};
 use crate::merge::{Plan, PrefillPart, Refs, read_prefill};
 use crate::metrics::LegResult;
 use crate::timer::Timer;
+use crate::trace;
 use crate::upstream::Call;
 use crate::worker::Worker;
 
@@ -127,15 +128,16 @@ fn is_plain(shared: &Shared) -> bool {
     !shared.app.settings.admission
 }
 
-fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
+fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant, spans: Option<&trace::Attempt>) -> Legs {
     let Mode { index, whole, .. } = mode;
     let facts = &shared.facts;
     let (decode, decode_rank) = (&grant.decode, grant.binding.decode.rank);
-    let call = |worker: &Worker, pieces: Arc<[Bytes]>| Call {
-        method: Method::POST,
-        uri: shared.uri.clone(),
-        headers: shared.leg_headers(worker),
-        pieces,
+    let call = |role: Role, worker: &Worker, pieces: Arc<[Bytes]>| {
+        let mut headers = shared.leg_headers(worker);
+        if let Some(spans) = spans {
+            spans.mark(role, &mut headers, pieces.iter().map(|p| p.len() as u64).sum());
+        }
+        Call { method: Method::POST, uri: shared.uri.clone(), headers, pieces }
     };
     let pieces = |owned: &Owned<'_>| -> Arc<[Bytes]> { splice(&shared.body, facts, owned).pieces.into() };
     let (Some(prefill), Some(prefill_rank)) = (&grant.prefill, grant.binding.prefill) else {
@@ -152,7 +154,7 @@ fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
         plan.indexer_topk &= !whole;
         plan.decode = decode.name(decode_rank);
         references(shared, rid, grant, &mut plan);
-        return Legs { prefill: None, decode: call(decode, body), plan };
+        return Legs { prefill: None, decode: call(Role::Regular, decode, body), plan };
     };
     let known = facts.prompt(index).ids.filter(|_| facts.routed_experts);
     let decode_start = known
@@ -185,7 +187,8 @@ fn build(shared: &Shared, mode: Mode, rid: &str, grant: &Grant) -> Legs {
     plan.decode = decode.name(decode_rank);
     // The head of a stream comes long before its end.
     plan.due = (plan.routed_experts && !plan.by_ref && !facts.stream).then(Arc::default);
-    Legs { prefill: Some(call(prefill, pieces(&for_prefill))), decode: call(decode, pieces(&for_decode)), plan }
+    let prefill = call(Role::Prefill, prefill, pieces(&for_prefill));
+    Legs { prefill: Some(prefill), decode: call(Role::Decode, decode, pieces(&for_decode)), plan }
 }
 
 /// How rows go to the client.
@@ -220,7 +223,7 @@ pub async fn start(shared: &Arc<Shared>, sub: &Owner, mode: Mode, mut grant: Gra
     let (prefill_worker, decode_worker) = (grant.prefill.clone(), Arc::clone(&grant.decode));
     let ranks = (grant.binding.prefill.map(|p| p.rank), grant.binding.decode.rank);
     let regular = prefill_worker.is_none();
-    let legs = sub.begin(grant, |rid, grant| build(shared, mode, rid, grant));
+    let legs = sub.begin(grant, |rid, grant, spans| build(shared, mode, rid, grant, spans));
     app.metrics.attempts.fetch_add(1, Ordering::Relaxed);
     let plan = legs.plan;
     let mut merged = plan.merges() || (!regular && mode.joined && !shared.facts.stream);
@@ -307,6 +310,7 @@ impl Joined {
 /// Ends a failed attempt: the permit goes back, open legs are aborted.
 pub fn end(sub: &Sub, error: &Error) {
     let open = if error.kind == Kind::DeliveryTimeout { LegResult::Deadline } else { LegResult::Cancelled };
+    sub.spans(|spans| spans.failed(error));
     sub.finish(crate::leg::outcome(error), open);
 }
 
@@ -359,7 +363,8 @@ async fn prefill_leg(
     let result = async {
         let sent = worker.pool.send_observed(&call, || sub.prefill_sent.store(true, Ordering::Relaxed)).await;
         let exchange = sent.map_err(|fault| fault_error(Role::Prefill, &name, &fault))?;
-        let mut body = LegBody::new(exchange, Arc::clone(&worker), shared.app.clock);
+        let body = LegBody::new(exchange, Arc::clone(&worker), shared.app.clock);
+        let mut body = body.traced(sub.leg_span(Role::Prefill));
         check_status(&sub, Role::Prefill, &name, &mut body).await?;
         let length = body.content_length();
         let part = match length {
@@ -430,7 +435,7 @@ async fn decode_leg(
     let result = async {
         let sent = worker.pool.send(call).await;
         let exchange = sent.map_err(|fault| fault_error(role, &name, &fault))?;
-        let mut body = LegBody::new(exchange, Arc::clone(&worker), shared.app.clock);
+        let mut body = LegBody::new(exchange, Arc::clone(&worker), shared.app.clock).traced(sub.leg_span(role));
         check_status(sub, role, &name, &mut body).await?;
         // Headers of a stream come before anything is known; the first piece is what counts.
         match body.piece().await {

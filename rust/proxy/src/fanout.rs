@@ -34,7 +34,8 @@ pub async fn serve_all(shared: &Arc<Shared>, count: &Arc<Count>) -> Result<Reply
         shared.app.gate.check(&request).map_err(|error| Refusal { error, kept: None })?;
     }
     // All are live before the first is sent, so that an abort by the client's id finds each.
-    let owners: Vec<_> = (0..subs).map(|index| Sub::start(&shared.app, shared.facts.rid(index))).collect();
+    let start = |index| Sub::start(&shared.app, shared.facts.rid(index), shared.trace.as_ref());
+    let owners: Vec<_> = (0..subs).map(start).collect();
     if shared.facts.stream {
         return stream_all(shared, count, owners).await;
     }

@@ -83,6 +83,7 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
         uri: head.uri,
         arrived: count.arrived(),
         model: model.unwrap_or_default(),
+        trace: count.trace().cloned(),
         key: head.headers.get(ROUTING_KEY).map_or(0, |key| key_hash(app, key)),
         targets: target::of(app, &head.headers).map_err(plain)?,
         by_ref,
@@ -95,7 +96,7 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
     let references = shared.by_ref && shared.facts.routed_experts;
     let whole = !app.settings.pd_disaggregation && !references && (shared.facts.listed || shared.facts.subs() > 1);
     if shared.facts.subs() == 1 && !shared.facts.listed || whole {
-        let sub = Sub::start(app, shared.facts.rid(0));
+        let sub = Sub::start(app, shared.facts.rid(0), shared.trace.as_ref());
         let mode = Mode { index: 0, whole, joined: false };
         let id = sub.client_rid.clone();
         return match serve(&shared, sub, mode, count).await {

@@ -16,6 +16,7 @@ use serde_json::Value;
 
 use crate::clock::Clock;
 use crate::metrics::LegResult;
+use crate::trace;
 use crate::upstream::{Exchange, Fault};
 use crate::worker::Worker;
 
@@ -34,6 +35,7 @@ pub struct LegBody {
     last: Option<Instant>,
     /// Whether its end was reached.
     pub ended: bool,
+    span: Option<Arc<trace::Leg>>,
 }
 
 impl std::fmt::Debug for LegBody {
@@ -45,7 +47,17 @@ impl std::fmt::Debug for LegBody {
 impl LegBody {
     /// The body of `exchange`, which comes from `worker`.
     pub fn new(exchange: Exchange, worker: Arc<Worker>, clock: Clock) -> Self {
-        Self { exchange, first: None, worker, clock, bytes: 0, began: None, last: None, ended: false }
+        Self { exchange, first: None, worker, clock, bytes: 0, began: None, last: None, ended: false, span: None }
+    }
+
+    /// Has what comes told to the leg's span, when that is recorded.
+    #[must_use]
+    pub fn traced(mut self, span: Option<Arc<trace::Leg>>) -> Self {
+        if let Some(span) = &span {
+            span.answered(self.status());
+        }
+        self.span = span;
+        self
     }
 
     /// Status of the reply.
@@ -98,6 +110,9 @@ impl LegBody {
                 self.last = Some(now);
                 self.worker.last_bytes.store(self.clock.at(now).0, Ordering::Relaxed);
                 self.bytes += piece.len() as u64;
+                if let Some(span) = &self.span {
+                    span.received(piece.len(), now);
+                }
             }
             Some(Err(_)) => {}
             None => self.ended = true,

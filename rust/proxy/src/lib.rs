@@ -1,6 +1,7 @@
 //! The data plane of r3router: hyper and tokio around `r3router_core`. The policy is the core's; what stands here moves bytes.
 pub mod abort;
 pub mod aborted;
+pub mod access;
 pub mod address;
 pub mod admin;
 pub mod admit;
@@ -56,6 +57,7 @@ pub mod store;
 pub mod target;
 pub mod timer;
 pub mod tls;
+pub mod trace;
 pub mod upstream;
 pub mod worker;
 pub mod workers;

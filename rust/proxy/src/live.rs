@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
@@ -17,6 +17,7 @@ use crate::admit::Grant;
 use crate::app::App;
 use crate::metrics::LegResult;
 use crate::rid;
+use crate::trace;
 use crate::worker::Worker;
 
 /// A signal to a request from outside its own task.
@@ -54,7 +55,11 @@ struct Attempt {
     decode: Option<Leg>,
     bound: Option<Instant>,
     delivered: bool,
+    delivery: Option<Duration>,
     reply: Option<Kept>,
+    /// Which of the request's it is, from 1.
+    number: u32,
+    spans: Option<Box<trace::Attempt>>,
 }
 
 /// An engine's reply that ended an attempt, as the engine wrote it.
@@ -81,6 +86,7 @@ pub struct Sub {
     waker: Mutex<Option<Waker>>,
     attempt: Mutex<Attempt>,
     slot: Mutex<Option<OwnedSemaphorePermit>>,
+    trace: Option<Arc<trace::Request>>,
 }
 
 /// Number of locks that the live requests are spread over.
@@ -163,11 +169,13 @@ pub struct Trace {
     pub prefill: Option<Arc<str>>,
     /// `url@rank`.
     pub decode: Option<Arc<str>>,
+    /// From binding to the news that the KV is on decode.
+    pub delivery: Option<Duration>,
 }
 
 impl Sub {
-    /// A sub-request that begins now.
-    pub fn start(app: &Arc<App>, client_rid: Option<String>) -> Owner {
+    /// A sub-request that begins now. `trace` is that of its request.
+    pub fn start(app: &Arc<App>, client_rid: Option<String>, trace: Option<&Arc<trace::Request>>) -> Owner {
         let number = app.live.next.fetch_add(1, Ordering::Relaxed);
         let sub = Arc::new(Self {
             app: Arc::clone(app),
@@ -178,6 +186,7 @@ impl Sub {
             waker: Mutex::new(None),
             attempt: Mutex::default(),
             slot: Mutex::default(),
+            trace: trace.cloned(),
         });
         app.live.shard(number).lock().insert(number, Arc::clone(&sub));
         Owner(sub)
@@ -188,10 +197,16 @@ impl Sub {
         *self.slot.lock() = Some(slot);
     }
 
-    /// Begins an attempt on a granted pair; `build` gets its new id.
-    pub fn begin<R>(&self, grant: Grant, build: impl FnOnce(&str, &Grant) -> R) -> R {
+    /// Begins an attempt on a granted pair; `build` gets its new id, and its spans when they are recorded.
+    pub fn begin<R>(&self, grant: Grant, build: impl FnOnce(&str, &Grant, Option<&trace::Attempt>) -> R) -> R {
         let rid = rid::make(self.client_rid.as_deref());
-        let built = build(&rid, &grant);
+        let number = self.attempt.lock().number + 1;
+        let spans = self.trace.as_ref().map(|request| {
+            let prefill = grant.prefill.as_ref().zip(grant.binding.prefill.map(|p| p.rank));
+            let decode = (&grant.decode, grant.binding.decode.rank);
+            Box::new(trace::Attempt::begin(request, number, prefill, decode))
+        });
+        let built = build(&rid, &grant, spans.as_deref());
         self.prefill_sent.store(false, Ordering::Relaxed);
         self.signals.fetch_and(ABORTED, Ordering::AcqRel);
         let leg = |worker, rank| Leg { worker, rank, open: false };
@@ -205,7 +220,10 @@ impl Sub {
             permit: Some(binding.permit),
             bound: Some(Instant::now()),
             delivered: false,
+            delivery: None,
             reply: None,
+            number,
+            spans,
         };
         built
     }
@@ -228,6 +246,24 @@ impl Sub {
             leg.open = true;
             leg.worker.leg_started();
         }
+        if let Some(span) = attempt.span(role) {
+            span.begin();
+        }
+    }
+
+    /// The span of a leg of the running attempt, for what is seen of its reply.
+    pub fn leg_span(&self, role: Role) -> Option<Arc<trace::Leg>> {
+        self.trace.as_ref()?;
+        self.attempt.lock().span(role).cloned()
+    }
+
+    /// Tells the running attempt's spans something, when they are recorded.
+    pub fn spans(&self, tell: impl FnOnce(&mut trace::Attempt)) {
+        if self.trace.is_some()
+            && let Some(spans) = &mut self.attempt.lock().spans
+        {
+            tell(spans);
+        }
     }
 
     /// A leg's engine is done with it. Prefill's whole reply means that the KV is on decode.
@@ -239,6 +275,9 @@ impl Sub {
         }
         leg.open = false;
         leg.worker.leg_ended(result);
+        if let Some(span) = attempt.span(role) {
+            span.end(result);
+        }
         let delivers = role == Role::Prefill && result == LegResult::Ok && !attempt.delivered;
         if delivers {
             attempt.note_delivery(&self.app);
@@ -270,16 +309,22 @@ impl Sub {
         let (permit, rid, prefill, decode, pair) = {
             let mut attempt = self.attempt.lock();
             let Some(permit) = attempt.permit.take() else { return };
-            let pair = attempt.prefill.is_some();
+            let (pair, spans) = (attempt.prefill.is_some(), attempt.spans.take());
             let mut close = |role| {
                 let leg = attempt.leg(role)?;
                 let was_open = std::mem::replace(&mut leg.open, false);
                 was_open.then(|| {
                     leg.worker.leg_ended(open_legs);
+                    if let Some(span) = spans.as_ref().and_then(|spans| spans.leg(role)) {
+                        span.end(open_legs);
+                    }
                     Arc::clone(&leg.worker)
                 })
             };
             let (decode, prefill) = (close(Role::Decode), close(Role::Prefill));
+            if let Some(spans) = spans {
+                spans.end(&attempt.rid, attempt.room, matches!(outcome, Outcome::Completed { .. }));
+            }
             // The id stays for the log line.
             (permit, attempt.rid.clone(), prefill, decode, pair)
         };
@@ -306,6 +351,7 @@ impl Sub {
             room: attempt.room,
             prefill: name(&attempt.prefill),
             decode: name(&attempt.decode),
+            delivery: attempt.delivery,
         }
     }
 
@@ -357,10 +403,19 @@ impl Attempt {
         }
     }
 
+    fn span(&self, role: Role) -> Option<&Arc<trace::Leg>> {
+        self.spans.as_ref()?.leg(role)
+    }
+
     fn note_delivery(&mut self, app: &App) {
         self.delivered = true;
+        if let Some(spans) = &mut self.spans {
+            spans.delivered();
+        }
         if let Some(bound) = self.bound {
-            app.metrics.delivery.observe(bound.elapsed());
+            let took = bound.elapsed();
+            self.delivery = Some(took);
+            app.metrics.delivery.observe(took);
         }
     }
 }

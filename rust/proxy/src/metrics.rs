@@ -127,6 +127,18 @@ labels! {
     }
 }
 
+labels! {
+    /// What became of a span of a trace.
+    SpanFate {
+        /// The collector has taken it.
+        Exported = "exported",
+        /// There was no room for it: the collector is slower than spans come.
+        Dropped = "dropped",
+        /// The collector could not be reached or refused it.
+        Failed = "failed",
+    }
+}
+
 /// A family of counters over one closed label.
 #[derive(Debug)]
 pub struct Counters<const N: usize>([AtomicU64; N]);
@@ -247,6 +259,8 @@ pub struct Metrics {
     pub r3_fetched: AtomicU64,
     /// Bytes of replies handed to clients.
     pub reply_bytes: AtomicU64,
+    /// Spans of traces, by what became of them.
+    pub spans: Arc<Counters<{ SpanFate::NAMES.len() }>>,
     /// Wait in the router's queue.
     pub wait: Histogram,
     /// From binding to KV delivered.
@@ -322,6 +336,10 @@ impl Metrics {
         }
         let fetched = self.r3_fetched.load(Ordering::Relaxed) as f64;
         text.single("r3router_r3_fetches_total", "Fetches of rows that were named by reference.", "counter", fetched);
+        text.head("r3router_trace_spans_total", "Spans of traces (--enable-trace), by what became of them.", "counter");
+        for (at, result) in SpanFate::NAMES.iter().enumerate() {
+            text.line("r3router_trace_spans_total", &[("result", result)], self.spans.get(at) as f64);
+        }
         let bytes = self.reply_bytes.load(Ordering::Relaxed) as f64;
         text.single("r3router_reply_bytes_total", "Bytes of replies handed to clients.", "counter", bytes);
         self.wait.write(text, "r3router_queue_wait_seconds", "Wait in the router's queue.");

@@ -16,6 +16,7 @@ use serde::de::IgnoredAny;
 use serde_json::Value;
 use tokio::time::{Sleep, timeout_at};
 
+use crate::access::Counted;
 use crate::app::App;
 use crate::attempts::strip_hop_by_hop;
 use crate::body::ReplyBody;
@@ -26,6 +27,7 @@ use crate::info::no_workers;
 use crate::leg::{LegBody, fault_error};
 use crate::metrics::LegResult;
 use crate::relay::ClientBody;
+use crate::trace;
 use crate::upstream::{Call, Fault};
 use crate::worker::Worker;
 use crate::{generate, rerank, target};
@@ -73,6 +75,7 @@ pub async fn handle(app: &Arc<App>, uri: &Uri, headers: &HeaderMap, body: Bytes,
         }
     };
     reply.headers_mut().insert(REQUEST_ID, count.id().clone());
+    reply.extensions_mut().insert(Counted);
     reply
 }
 
@@ -118,9 +121,15 @@ async fn sent(app: &Arc<App>, call: &Call, count: &Count, named: Vec<Arc<Worker>
     workers.sort_by_key(|w| (w.role == Role::Decode, w.open.load(Ordering::Relaxed)));
     let deadline = count.arrived() + app.settings.request_timeout_secs;
     let mut last = no_workers(app, "any");
+    let mut number = 0;
     for worker in workers.into_iter().take(app.settings.attempts() as usize) {
-        let mut leg = Leg::start(&worker);
-        let call = call.clone().with_key(worker.key.get().as_ref());
+        number += 1;
+        let mut leg = Leg::start(&worker, count.trace(), number);
+        let mut call = call.clone().with_key(worker.key.get().as_ref());
+        if let Some((request, span)) = &leg.span {
+            span.mark(request, &mut call.headers);
+            span.sends(call.pieces.iter().map(|p| p.len() as u64).sum());
+        }
         match timeout_at(deadline.into(), worker.pool.send(&call)).await {
             Ok(Ok(exchange)) => {
                 leg.result = match exchange.head.status.as_u16() {
@@ -128,7 +137,8 @@ async fn sent(app: &Arc<App>, call: &Call, count: &Count, named: Vec<Arc<Worker>
                     400.. => LegResult::Rejected,
                     _ => LegResult::Ok,
                 };
-                let body = LegBody::new(exchange, worker, app.clock);
+                let span = leg.span.as_ref().map(|(_, span)| Arc::clone(span));
+                let body = LegBody::new(exchange, worker, app.clock).traced(span);
                 return Ok(Passed { body, leg, over: Box::pin(tokio::time::sleep_until(deadline.into())) });
             }
             Ok(Err(fault)) => {
@@ -161,18 +171,28 @@ fn overdue(app: &App, worker: &Worker) -> Error {
 struct Leg {
     worker: Arc<Worker>,
     result: LegResult,
+    span: Option<(Arc<trace::Request>, Arc<trace::Leg>)>,
 }
 
 impl Leg {
-    fn start(worker: &Arc<Worker>) -> Self {
+    fn start(worker: &Arc<Worker>, trace: Option<&Arc<trace::Request>>, number: u32) -> Self {
         worker.leg_started();
-        Self { worker: Arc::clone(worker), result: LegResult::Cancelled }
+        let span = trace.map(|request| {
+            let span = trace::Leg::new(request, worker.role, worker, None, number);
+            span.begin();
+            (Arc::clone(request), span)
+        });
+        Self { worker: Arc::clone(worker), result: LegResult::Cancelled, span }
     }
 }
 
 impl Drop for Leg {
     fn drop(&mut self) {
         self.worker.leg_ended(self.result);
+        if let Some((request, span)) = &self.span {
+            span.end(self.result);
+            span.leave(request);
+        }
     }
 }
 

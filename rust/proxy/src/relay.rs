@@ -61,6 +61,7 @@ impl Relay {
         let events = shared.facts.stream;
         let name = Arc::clone(&plan.decode);
         let feed = if events && plan.merges() {
+            sub.spans(crate::trace::Attempt::merging);
             Feed::Merged(Box::pin(merge_sse(decode, prefill, plan, shared.app.arena.clone())))
         } else {
             Feed::Plain { decode, prefill }
@@ -79,6 +80,7 @@ impl Relay {
                 let account = stream.account();
                 self.tokens = account.completion_tokens.or(self.tokens);
                 note_account(&self.shared, &account);
+                sub.spans(|spans| spans.merged(account.r3_prefill, account.r3_decode, true));
                 Prefill::None
             }
             Feed::Ended => Prefill::None,
@@ -95,7 +97,12 @@ impl Relay {
 
     /// Something broke after bytes were handed out. Sockets close first, then the engines are told.
     fn fail(&mut self, error: &Error) {
-        self.feed = Feed::Ended;
+        let feed = std::mem::replace(&mut self.feed, Feed::Ended);
+        if let (Some(sub), Feed::Merged(stream)) = (&self.sub, &feed) {
+            let account = stream.account();
+            sub.spans(|spans| spans.merged(account.r3_prefill, account.r3_decode, false));
+        }
+        drop(feed);
         if let Some(sub) = self.sub.take() {
             note(&self.count, &sub, self.tokens);
             end(&sub, error);
@@ -225,6 +232,7 @@ impl<B: Body<Data = Bytes>> ClientBody<B> {
     /// `inner` is what the client gets with `status`.
     pub fn new(inner: B, count: Arc<Count>, status: u16) -> Self {
         let left = inner.size_hint().exact();
+        count.replied(status);
         Self { inner, count, status, left, over: false }
     }
 }

@@ -9,6 +9,7 @@ use r3router_core::error::{Error, Kind, Source};
 use r3router_core::wire::Route;
 use serde_json::json;
 
+use crate::access::Line;
 use crate::app::App;
 use crate::context::{Count, REQUEST_ID, request_id};
 use crate::edge::Edge;
@@ -27,6 +28,14 @@ fn engine_route(path: &str) -> Option<Route> {
     }
 }
 
+fn engine_path(route: Route) -> &'static str {
+    match route {
+        Route::Generate => "/generate",
+        Route::Chat => "/v1/chat/completions",
+        Route::Completions => "/v1/completions",
+    }
+}
+
 /// Answers one request.
 pub async fn answer(app: Arc<App>, request: Request<Incoming>, edge: Arc<Edge>) -> Reply {
     let origin = request.headers().get(header::ORIGIN).cloned();
@@ -34,12 +43,16 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>, edge: Arc<Edge>) 
     let route = engine_route(request.uri().path());
     let counted = route.is_some() && request.method() == Method::POST;
     let id = (!counted).then(|| request_id(&app, route, request.headers()));
+    let line = id.as_ref().and_then(|id| Line::begin(&app, &request, id));
     let mut reply = match app.cors.preflight(request.method(), request.headers()) {
         Some(reply) => reply,
         None => routed(&app, request, &edge).await,
     };
     if let Some(id) = id {
         reply.headers_mut().entry(REQUEST_ID).or_insert(id);
+    }
+    if let Some(line) = line {
+        line.end(&reply);
     }
     if let Some(origin) = origin {
         app.cors.mark(&origin, &mut reply);
@@ -68,8 +81,7 @@ async fn routed(app: &Arc<App>, request: Request<Incoming>, edge: &Arc<Edge>) ->
 }
 
 async fn engine(app: &Arc<App>, route: Route, request: Request<Incoming>, edge: &Arc<Edge>) -> Reply {
-    let id = request_id(app, Some(route), request.headers());
-    let count = Arc::new(Count::start(app, Some(route), id));
+    let count = Arc::new(Count::start(app, Some(route), engine_path(route), request.headers()));
     let (parts, incoming) = request.into_parts();
     let receiver = Receiver { app, edge, headers: &parts.headers, arrived: count.arrived() };
     let body = match app.drain.check().and_then(|()| auth::check(app, parts.uri.path(), &parts.headers)) {
@@ -168,7 +180,9 @@ pub(crate) async fn managed(
         _ if passthrough::ANY_ENGINE.contains(&path) || passthrough::REGULAR_ONLY.contains(&path) => match *method {
             Method::POST => {
                 app.drain.check()?;
-                let count = Arc::new(Count::start(app, None, request_id(app, None, headers)));
+                let known = passthrough::ANY_ENGINE.iter().chain(&passthrough::REGULAR_ONLY);
+                let path = known.copied().find(|p| *p == path).unwrap_or_default();
+                let count = Arc::new(Count::start(app, None, path, headers));
                 Ok(passthrough::handle(app, uri, headers, body, count).await)
             }
             _ => Err(wrong_method(method, path, "POST")),

@@ -38,7 +38,7 @@ const SWEEP: Duration = Duration::from_secs(1);
 const LINGER: Duration = Duration::from_secs(20);
 /// Pause between tries to get the port of the admin listener.
 const AGAIN: Duration = Duration::from_secs(1);
-/// How long replies may take to leave once the last request has ended.
+/// How long replies, and then the spans of their traces, may take to leave once the last request has ended.
 const FLUSH: Duration = Duration::from_secs(2);
 
 /// Why the router did not start.
@@ -193,6 +193,9 @@ impl Router {
         let _ = closing.send(Closing::All);
         wait_until(FLUSH, || app.metrics.connections.load(Ordering::Relaxed) == 0).await;
         wait_until(FLUSH, || app.metrics.aborting.load(Ordering::Relaxed) == 0).await;
+        if let Some(traces) = &app.traces {
+            traces.finish(FLUSH).await;
+        }
         if let Some(discovery) = discovery {
             discovery.abort();
         }

@@ -202,6 +202,10 @@ impl ServerTls {
     }
 }
 
+/// Authorities; certificate and key.
+#[cfg(feature = "otlp")]
+pub(crate) type Pem = (Vec<Vec<u8>>, Option<(Vec<u8>, Vec<u8>)>);
+
 /// The router's side of connections to engines.
 #[derive(Debug)]
 pub struct ClientTls {
@@ -227,6 +231,17 @@ impl ClientTls {
             made.current()?;
         }
         Ok(Arc::new(made))
+    }
+
+    /// The same files in PEM, for a library that reads them itself: authorities; certificate and key, when there are.
+    ///
+    /// # Errors
+    /// When a file cannot be read.
+    #[cfg(feature = "otlp")]
+    pub(crate) fn pem(&self) -> Result<Pem, Error> {
+        let texts = self.paths.read()?;
+        let own = texts.own.map(|(certificate, key)| (certificate.bytes, key.bytes));
+        Ok((texts.authorities.into_iter().map(|text| text.bytes).collect(), own))
     }
 
     fn current(&self) -> Result<Arc<ClientConfig>, Error> {

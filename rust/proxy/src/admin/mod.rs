@@ -18,7 +18,9 @@ use serde_json::{Value, json};
 
 pub use routes::page;
 
+use crate::access::Line;
 use crate::app::App;
+use crate::context::request_id;
 use crate::edge::Edge;
 use crate::errors::{Reply, bytes_reply, error_reply, json_reply, wrong_method};
 use crate::receive::Receiver;
@@ -34,6 +36,8 @@ const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 
 
 /// Answers one request of the admin listener.
 pub async fn answer(app: Arc<App>, request: Request<Incoming>, edge: Arc<Edge>) -> Reply {
+    let id = request_id(&app, None, request.headers());
+    let line = Line::begin(&app, &request, &id);
     let mut reply = match routed(&app, request, &edge).await {
         Ok(reply) => reply,
         Err(error) => error_reply(&error),
@@ -41,6 +45,9 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>, edge: Arc<Edge>) 
     let headers = reply.headers_mut();
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    if let Some(line) = line {
+        line.end(&reply);
+    }
     reply
 }
 

@@ -3,6 +3,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use crate::address::Address;
 use crate::allow::Allow;
+use crate::trace::Endpoint;
 
 use super::error::{Origin, SettingsError};
 use super::table::Settings;
@@ -150,6 +151,9 @@ pub(super) fn contradictions(
         && crate::address::Address::parse(url).is_err()
     {
         wrong("r3_sink", format!("{url:?} is no address"), "give http://HOST:PORT of `r3router sink`");
+    }
+    if let Err(error) = Endpoint::parse(&s.otlp_traces_endpoint) {
+        wrong("otlp_traces_endpoint", error.message.into_owned(), "give HOST:4317, or http://HOST:4318/v1/traces");
     }
     if let Some(engine) = s.engine_waiting_timeout_secs
         && s.delivery_timeout() <= engine

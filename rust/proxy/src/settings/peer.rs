@@ -58,7 +58,7 @@ const ENGINES_PARSE: &str = "replies pass as they are and the engines parse; giv
 const NO_HISTORY: &str = "it is read with a database behind --history-backend only, which is refused";
 
 /// See the module's text. In the order of the peer's help.
-pub const PEER_FLAGS: [PeerFlag; 39] = [
+pub const PEER_FLAGS: [PeerFlag; 37] = [
     ignored("cache_threshold", Arity::One, "0.3", PREFIXES),
     ignored("balance_abs_threshold", Arity::One, "64", PREFIXES),
     ignored("balance_rel_threshold", Arity::One, "1.5", PREFIXES),
@@ -101,13 +101,6 @@ pub const PEER_FLAGS: [PeerFlag; 39] = [
     ignored("redis_url", Arity::One, "None", NO_HISTORY),
     ignored("redis_pool_max", Arity::One, "16", NO_HISTORY),
     ignored("redis_retention_days", Arity::One, "30", NO_HISTORY),
-    refused("enable_trace", Arity::Switch, "False", "OpenTelemetry traces come with a later release"),
-    ignored(
-        "otlp_traces_endpoint",
-        Arity::One,
-        "localhost:4317",
-        "it is read with --enable-trace only, which this release refuses",
-    ),
     refused("control_plane_api_keys", Arity::Many, "[]", CONTROL_LATER),
     refused("control_plane_audit_enabled", Arity::Switch, "False", CONTROL_LATER),
     refused("jwt_issuer", Arity::One, "None", CONTROL_LATER),

@@ -1,0 +1,108 @@
+//! The log line of a request that is neither generation nor passed through: worker API, control, rows by reference, information, and what no
+//! route knows. Those two write their own (`context::Count`), so that every request has one line.
+use std::sync::Arc;
+use std::time::Instant;
+
+use http::{HeaderValue, Method, Request, Uri};
+use http_body::Body;
+use r3router_core::error::Kind;
+
+use crate::app::App;
+use crate::errors::{ERROR_CODE, Reply};
+use crate::metrics::ClientOutcome;
+use crate::pass;
+use crate::trace::Place;
+
+/// In the extensions of a reply whose request has its own line.
+#[derive(Clone, Copy, Debug)]
+pub struct Counted;
+
+/// What is asked every few seconds for as long as the router lives: health checks, scrapes and the tables of watching people.
+const WATCHED: [&str; 7] =
+    ["/health", "/liveness", "/readiness", "/ready", "/metrics", "/admin/ranks", "/admin/findings"];
+
+/// A request that is being answered. Dropped before its end, its client has left.
+#[derive(Debug)]
+pub struct Line {
+    of: Option<Known>,
+}
+
+#[derive(Debug)]
+struct Known {
+    method: Method,
+    uri: Uri,
+    id: HeaderValue,
+    place: Option<Place>,
+    began: Instant,
+}
+
+impl Line {
+    /// The line of `request`, when such lines are written; none for what is watched, and for what another router answers and writes.
+    pub fn begin<B>(app: &Arc<App>, request: &Request<B>, id: &HeaderValue) -> Option<Self> {
+        if !tracing::enabled!(target: "r3router::request", tracing::Level::INFO) {
+            return None;
+        }
+        let path = request.uri().path();
+        let reads = matches!(*request.method(), Method::GET | Method::HEAD);
+        let watched = reads && WATCHED.contains(&path);
+        if watched || (app.handover.successor().is_some() && !pass::own(path)) {
+            return None;
+        }
+        let known = Known {
+            method: request.method().clone(),
+            uri: request.uri().clone(),
+            id: id.clone(),
+            place: Place::of(request.headers()),
+            began: Instant::now(),
+        };
+        Some(Self { of: Some(known) })
+    }
+
+    /// It is answered so.
+    pub fn end(mut self, reply: &Reply) {
+        let Some(known) = self.of.take() else { return };
+        if reply.extensions().get::<Counted>().is_some() {
+            return;
+        }
+        let status = reply.status().as_u16();
+        let code = reply.headers().get(ERROR_CODE).and_then(|code| code.to_str().ok());
+        let kind = code.and_then(|code| Kind::ALL.iter().find(|kind| kind.code() == code));
+        let outcome = match (status, kind) {
+            (..400, _) => ClientOutcome::Ok,
+            (_, Some(kind)) => ClientOutcome::of(*kind),
+            (..500, None) if code.is_some() => ClientOutcome::Invalid,
+            // The router's own have a code: this is what engines answered.
+            (..500, None) => ClientOutcome::EngineRejected,
+            (_, None) => ClientOutcome::EngineFailed,
+        };
+        known.write(status, outcome, code, reply.body().size_hint().exact());
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        if let Some(known) = self.of.take() {
+            known.write(Kind::ClientGone.status(), ClientOutcome::CancelledRunning, None, None);
+        }
+    }
+}
+
+impl Known {
+    fn write(&self, status: u16, outcome: ClientOutcome, error: Option<&str>, bytes: Option<u64>) {
+        tracing::info!(
+            target: "r3router::request",
+            id = self.id.to_str().unwrap_or(""),
+            method = self.method.as_str(),
+            // Without the query, which may hold what is nobody's business.
+            path = self.uri.path(),
+            route = "other",
+            trace_id = self.place.map(|p| tracing::field::display(p.trace_id())),
+            total_ms = self.began.elapsed().as_secs_f64() * 1e3,
+            bytes,
+            status,
+            outcome = outcome.name(),
+            error,
+            "request"
+        );
+    }
+}
