@@ -66,6 +66,9 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
             Panel("Time of a request", "s", _quantiles("r3router_request_seconds"), "From arrival to the end of the reply."),
             Panel("Wait in the router", "s", _quantiles("r3router_queue_wait_seconds"), "Where no engine clock runs."),
             Panel("Binding to delivery", "s", _quantiles("r3router_delivery_seconds"), "Prefill and the transfer, in engines."),
+            Panel(
+                "Spans of traces", "ops", _rate("r3router_trace_spans_total", "result"), "Dropped or failed: the collector is slow or away."
+            ),
         ),
     ),
     (
