@@ -28,8 +28,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 from e2e.processes import Measured, answers, free_port, peer_python, r3router_python, started, wait_until  # noqa: E402
 from run import RESULTS, Rows, Verdict, at_most, machine, markdown, page  # noqa: E402
 from scripted.client import Client  # noqa: E402
-from scripted.engine import Engine, Leg  # noqa: E402
+from scripted.engine import Engine  # noqa: E402
 from scripted.fleet import Fleet  # noqa: E402
+from scripted.leg import Leg  # noqa: E402
 
 SESSIONS = 64
 TURNS = 10
@@ -133,7 +134,8 @@ async def trial(name: str, command: Sequence[str], flags: Sequence[str], *, toke
             client.close()
     finally:
         await fleet.stop()
-    fleet.check()
+    if not name.startswith("sglang-router"):  # The rules are ours.
+        fleet.check()
     legs = fleet.legs("regular")
     hit, total = cached(legs)
     requests = Counter((leg.engine.name, leg.rank) for leg in legs)
