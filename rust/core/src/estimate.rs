@@ -132,6 +132,29 @@ impl Rate {
     }
 }
 
+/// Seconds in which what was given counts for half.
+const HALF_LIFE: f64 = 60.0;
+
+/// A sum that fades: how much somebody was given of late.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Fading {
+    sum: f64,
+    at: Moment,
+}
+
+impl Fading {
+    /// Gives more.
+    pub fn add(&mut self, amount: f64, now: Moment) {
+        self.sum = self.get(now) + amount;
+        self.at = self.at.max(now);
+    }
+
+    /// What counts now.
+    pub fn get(&self, now: Moment) -> f64 {
+        self.sum * (-now.since(self.at).as_secs_f64() / HALF_LIFE).exp2()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -23,6 +23,9 @@ mod by_policy;
 
 /// A regular rank with the prefix is left when it has so many more requests than the best one, at least...
 const REGULAR_SLACK: i64 = 4;
+/// ... or when it has more and was given, of late, so many times the tokens more as are computed again by leaving it: new sessions then go
+/// where there were fewer, and one that moves adds at most a quarter to what it evens out.
+const REGULAR_AHEAD: f64 = 4.0;
 
 /// Ranks that are kept for a request that was overtaken too often.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -392,7 +395,8 @@ fn stale(fleet: &Fleet, slot: u32, now: Moment) -> bool {
     matches!(&fleet.workers[rank.worker as usize], Some(w) if w.facts.reports_load) && fleet.is_stale(rank, now)
 }
 
-/// The rank that has the prompt's prefix, unless it has so many more requests than the best one. Gives the blocks that it has.
+/// The rank that has the prompt's prefix, unless it has so many more requests than the best one, or was given so much more of late. Gives the
+/// blocks that it has.
 fn near_prefix(
     fleet: &Fleet,
     cooldowns: &Cooldowns,
@@ -413,8 +417,11 @@ fn near_prefix(
     let on_prefix = found
         .slots()
         .filter(|&s| tree.room(s as usize, r3).is_some() && back_fits(fleet, need, s, avoid, cooling).is_ok());
-    if let Some(slot) = on_prefix.min_by_key(|&s| (open(s), fleet.ranks[s as usize].turn))
+    let given = |slot: u32| fleet.ranks[slot as usize].given.get(need.now);
+    if let Some(slot) = on_prefix.min_by_key(|&s| (open(s), given(s) as u64))
         && open(slot) - open(best) <= REGULAR_SLACK.max(open(best) / 2)
+        && (open(slot) <= open(best)
+            || given(slot) - given(best) <= REGULAR_AHEAD * tokens(request, found.blocks) as f64)
     {
         return Ok((slot, found.blocks));
     }

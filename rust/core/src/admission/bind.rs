@@ -4,6 +4,7 @@ use super::{Admission, Binding, Decision, Permit, Request, Ticket};
 use crate::fleet::side;
 use crate::ledger::Holding;
 use crate::pairing::{Front, Pair};
+use crate::policy::Policy;
 use crate::reason::Reason;
 use crate::time::Moment;
 use crate::topology::Role;
@@ -24,6 +25,9 @@ impl Admission {
             uncached: 0,
         };
         back.ledger.reserve(holds, now);
+        if self.policies.of(back.role) == Policy::CacheAware {
+            back.given.add(f64::from(request.prompt_tokens), now);
+        }
         if back.free().window <= 0 {
             back.window.was_reached();
         }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::admission::{AdmissionConfig, WindowMode};
 use crate::capacity::{Capacity, UNBOUNDED};
 use crate::egress::Egress;
+use crate::estimate::Fading;
 use crate::health::{Breaker, BreakerRule};
 use crate::ledger::Ledger;
 use crate::reason::{Counters, Reason};
@@ -182,6 +183,7 @@ impl Fleet {
                 drained: false,
                 // Several routers before the same engines must not all begin with the same rank and go on in step.
                 turn: self.random.next() % FIRST_TURN,
+                given: Fading::default(),
             };
             self.closed[side(spec.role)].add(Reason::Mode);
             let slot = if let Some(slot) = self.free_slots.pop() {

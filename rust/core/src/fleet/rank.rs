@@ -3,6 +3,7 @@ use std::sync::Arc;
 
 use crate::capacity::{Capacity, UNBOUNDED};
 use crate::egress::Egress;
+use crate::estimate::Fading;
 use crate::health::Breaker;
 use crate::ledger::Ledger;
 use crate::load::RankReport;
@@ -55,6 +56,8 @@ pub(crate) struct Rank {
     pub(crate) drained: bool,
     /// Rises with each binding of the fleet; that of the last one to this rank.
     pub(crate) turn: u64,
+    /// Prompt tokens that it was given of late, where prefixes choose it: they must not choose a few ranks only.
+    pub(crate) given: Fading,
 }
 
 /// What is free on a rank.

@@ -313,6 +313,43 @@ fn decode_can_follow_prefixes_too_and_its_table_is_its_own() {
     assert!(prefill.len() > 1);
 }
 
+/// Requests of each rank and moves of sessions, when `sessions` that share their beginning take ten turns each, in steps of `step` seconds; a
+/// request runs for two steps.
+fn conversations(sessions: u64, step: f64) -> (BTreeMap<RankId, u32>, u32) {
+    let (mut lab, _) = regular(Policy::CacheAware, 8, 1, &rows(1000));
+    let mut given: BTreeMap<RankId, u32> = BTreeMap::new();
+    let mut homes = BTreeMap::new();
+    let (mut moves, mut now) = (0, 0.0);
+    let mut running = Vec::new();
+    for turn in 0..10 {
+        for session in 0..sessions {
+            // The beginning of all, and the session's own, longer with every turn.
+            let prefix: Vec<u64> = chain(1, 4).into_iter().chain(chain(100 + session, 2 + 2 * turn)).collect();
+            let tokens = prefix.len() as u32 * 256 + 10;
+            let b = one(&mut lab, Request { prefix: prefix.into(), ..ask(tokens) }, now);
+            *given.entry(b.decode).or_default() += 1;
+            moves += u32::from(homes.insert(session, b.decode).is_some_and(|home| home != b.decode));
+            running.push(b);
+            now += step;
+            if running.len() > 16 {
+                let done = running.remove(0);
+                lab.done(done, now);
+            }
+        }
+    }
+    running.into_iter().for_each(|b| lab.done(b, now));
+    (given, moves)
+}
+
+#[test]
+fn sessions_that_share_their_beginning_stay_and_no_rank_has_much_more_than_its_share() {
+    let (given, moves) = conversations(64, 0.01);
+    assert_eq!(given.values().sum::<u32>(), 640);
+    assert_eq!(given.len(), 8);
+    assert!(given.values().all(|n| *n <= 96), "more than 1.2 shares: {given:?}");
+    assert!(moves <= 32, "{moves} of 576 turns were computed anew");
+}
+
 #[test]
 fn no_policy_goes_above_what_a_rank_holds() {
     for policy in [
