@@ -24,8 +24,8 @@ mod by_policy;
 /// A regular rank with the prefix is left when it has so many more requests than the best one, at least...
 const REGULAR_SLACK: i64 = 4;
 /// ... or when it has more and was given, of late, so many times the tokens more as are computed again by leaving it: new sessions then go
-/// where there were fewer, and one that moves adds at most a quarter to what it evens out.
-const REGULAR_AHEAD: f64 = 4.0;
+/// where there were fewer, and one that moves adds at most an eighth to what it evens out.
+const REGULAR_AHEAD: f64 = 8.0;
 
 /// Ranks that are kept for a request that was overtaken too often.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
