@@ -1,7 +1,7 @@
 //! How long one admission takes, and what it allocates, with 100,000 requests queued, at 8, 64 and 1,024 ranks.
 //!
 //! A cycle is what one request costs the router in steady state: one KV delivery, one finished attempt, one new request, and the
-//! poll that binds the next one. `BENCH_CYCLES=n` fixes the number of cycles and `R3ROUTER_BENCH_ONLY=ranks/load`
+//! poll that binds the next one. `BENCH_CYCLES=n` fixes the number of cycles and `BENCH_ONLY=ranks/load`
 //! picks one row, for callgrind and perf.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, reason = "a bench")]
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -280,7 +280,7 @@ fn measure(ranks: u16, load: Load, cycles: u64) -> Row {
 
 fn main() {
     let cycles = std::env::var("BENCH_CYCLES").ok().and_then(|n| n.parse().ok()).unwrap_or(CYCLES);
-    let only = std::env::var("R3ROUTER_BENCH_ONLY").ok();
+    let only = std::env::var("BENCH_ONLY").ok();
     println!("{QUEUED} requests queued; a cycle is deliver + finish + submit + poll\n");
     println!(
         "| ranks | load | decisions/s | ns/decision | ns/cycle | allocations/decision | bound/cycle | open | ns/rank report |"
