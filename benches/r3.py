@@ -90,6 +90,7 @@ def line(row: Row) -> dict[str, Any]:
         "how": row.how,
         "at once": row.samples,
         "wall s": number(row.wall, 3),
+        "the same without rows, s": number(row.bare_wall, 3),
         "client CPU s": number(row.cpu, 3),
         "longest freeze ms": number(row.freeze, 0, 1e3),
         "client peak RSS MB": number(row.client_rss_mb, 0),

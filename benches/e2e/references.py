@@ -70,6 +70,8 @@ class Row:
     """Seconds a sample, what the router uses without work taken off."""
     bare_cpu: float | None = None
     """The same for the same request without rows."""
+    bare_wall: float | None = None
+    """`wall` of the same requests without rows: what sending 400 KB of ids and having them answered takes."""
     router_rss_mb: float | None = None
     r3_in: int | None = None
     """Bytes that engines sent to the router in the place of rows, all samples: base64 text of rows or of descriptors."""
@@ -218,7 +220,7 @@ def read(
     process.reset_peak()
     got, cpu = cost(plan)
     peak, after = process.memory_mb("VmHWM"), r3_bytes(address)
-    without = cost(plan | {"body": body(rows=False), "rows": 0, "key": []})[1] if bare else None
+    without, alone = cost(plan | {"body": body(rows=False), "rows": 0, "key": []}) if bare else ({}, None)
     return replace(
         row,
         wall=got["wall"],
@@ -228,7 +230,8 @@ def read(
         said_bytes=got["said_bytes"],
         client_rss_mb=got["rss_mb"],
         router_cpu=cpu,
-        bare_cpu=without,
+        bare_cpu=alone,
+        bare_wall=without.get("wall"),
         router_rss_mb=peak,
         r3_in=after[0] - came[0],
         fetches=after[1] - came[1],
