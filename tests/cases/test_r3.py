@@ -416,8 +416,11 @@ async def test_r3_3_an_engine_without_the_option_is_an_explicit_error_in_a_strea
         assert got.status in (400, 501, 502)
         assert got.error()["code"] in ("r3_mismatch", "r3_unsupported")
     else:
-        payloads = [json.loads(part) for part in events(got.body) if part != "[DONE]"]
+        said = events(got.body)
+        payloads = [json.loads(part) for part in said if part != "[DONE]"]
         assert payloads[-1]["error"]["code"] == "r3_mismatch", payloads[-1]
+        # A client that reads to the end marker has seen the error.
+        assert "[DONE]" not in said[: len(payloads)], said[-3:]
         assert b'"routed_experts":"' not in got.body, "rows of one side alone reached the client"
     await fleet.quiet()
 
