@@ -51,6 +51,8 @@ pub struct Shared {
     pub client_auth: Option<HeaderValue>,
     /// When the request came.
     pub arrived: Instant,
+    /// Pauses of the fleet until then.
+    pub paused_before: Duration,
     /// Model name, "" when the client named none.
     pub model: String,
     /// Hash of the routing key, 0 without one.
@@ -77,9 +79,10 @@ impl Shared {
         headers
     }
 
-    /// When the request must be over, pauses not counted.
+    /// When the request must be over, by what is known now: it moves on while the fleet is paused, from the request's arrival on.
     pub fn deadline(&self) -> Instant {
-        self.arrived + self.app.settings.request_timeout_secs
+        let paused = self.app.gate.paused_total().saturating_sub(self.paused_before);
+        self.arrived + self.app.settings.request_timeout_secs + paused
     }
 }
 

@@ -82,6 +82,7 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
         client_auth,
         uri: head.uri,
         arrived: count.arrived(),
+        paused_before: app.gate.paused_total(),
         model: model.unwrap_or_default(),
         trace: count.trace().cloned(),
         key: head.headers.get(ROUTING_KEY).map_or(0, |key| key_hash(app, key)),
