@@ -67,27 +67,29 @@ async def test_with_a_list_only_listed_hosts_become_workers(lab: Lab) -> None:
 
 
 async def test_a_name_is_held_to_the_list_by_its_addresses_at_every_connect(lab: Lab) -> None:
-    fleet = await lab.pd()
-    router = await lab.router(fleet, "--worker-allow", "10.0.0.0/8", "127.0.0.1")
-    before = fleet.d.server.accepted
+    fleet = await lab.pd(decodes=2)
+    # One that the router has under no other name.
+    engine = fleet.decodes[1]
+    router = await lab.router(Fleet([fleet.p, fleet.d]), "--worker-allow", "10.0.0.0/8", "127.0.0.1")
+    before = engine.server.accepted
     # `localhost` is no listed name, and may be ::1 or 127.0.0.1: the second is on the list.
-    url = f"http://localhost:{fleet.d.server.port}"
+    url = f"http://localhost:{engine.server.port}"
     got = await router.client.post("/workers", {"url": url, "worker_type": "decode"})
     for _ in range(200):
         if (await state_of(router.client, got.json()["worker_id"]))["state"] == "active":
             break
         await asyncio.sleep(0.02)
     assert (await state_of(router.client, got.json()["worker_id"]))["state"] == "active"
-    assert fleet.d.server.accepted > before
+    assert engine.server.accepted > before
     other = await lab.router(None, "--worker-allow", "10.0.0.0/8", ready=False)
-    seen = fleet.d.server.accepted
+    seen = engine.server.accepted
     got = await other.client.post("/workers", {"url": url, "worker_type": "decode"})
     assert got.status == 202
     await asyncio.sleep(0.3)
     state = await state_of(other.client, got.json()["worker_id"])
     assert state["state"] == "pending"
     assert "is not in --worker-allow" in state["message"]
-    mine = [c for c in fleet.d.server.connections if c.id > seen]
+    mine = [c for c in engine.server.connections if c.id > seen]
     assert not [c for c in mine if c.requests == 0], "it was connected to"
 
 

@@ -23,6 +23,11 @@ pub struct Address {
 }
 
 impl Address {
+    /// Whether the host says which machine it is, and not which of the services behind one address a proxy should choose.
+    pub fn is_machine(&self) -> bool {
+        self.literal.is_some() || &*self.host == "localhost"
+    }
+
     /// Reads `http://host[:port][/]`, the same with `https`, `host:port` or a bare host. The default port is 80, with `https` 443.
     ///
     /// # Errors

@@ -46,6 +46,14 @@ async fn keep(app: &Arc<App>, entry: &Arc<Entry>) {
             // Whatever still runs there belongs to a process that is gone.
             end_generation(app, &old);
         }
+        if let Some(Err(other)) = pool.peer().map(|at| app.registry.claim(entry, at)) {
+            entry.change(|state| {
+                state.phase = Phase::Failed;
+                state.message =
+                    format!("it is {} under another name; register an engine once", other.registration.shown);
+            });
+            break;
+        }
         let Some(worker) = activate(app, entry, &pool, found) else { break };
         app.findings.due();
         let why = watch(app, entry, &worker).await;
@@ -328,13 +336,8 @@ async fn check(app: &Arc<App>, entry: &Arc<Entry>, worker: &Arc<Worker>, health:
         return Ok(());
     }
     health.bad += 1;
-    let last = app.registry.healthy(entry.registration.role) <= 1;
-    if health.bad >= settings.health_failure_threshold && !last && !entry.state().ejected {
+    if health.bad >= settings.health_failure_threshold && app.registry.eject(entry, why) {
         app.gate.set_draining(worker.id, true);
-        entry.change(|state| {
-            state.ejected = true;
-            state.message = why;
-        });
     }
     Ok(())
 }

@@ -4,6 +4,7 @@
 //! A connection is driven by the task that uses it: no task per connection, and dropping an [`Exchange`] closes its socket at once.
 use std::future::poll_fn;
 use std::io;
+use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -191,6 +192,7 @@ pub struct Pool {
     connect_timeout: Duration,
     tls: Option<Arc<ClientTls>>,
     closed: AtomicBool,
+    peer: Mutex<Option<SocketAddr>>,
     /// What happened on it.
     pub stats: PoolStats,
 }
@@ -223,6 +225,7 @@ impl Pool {
             connect_timeout,
             tls,
             closed: AtomicBool::new(false),
+            peer: Mutex::default(),
             stats: PoolStats::default(),
         })
     }
@@ -265,6 +268,11 @@ impl Pool {
         }
         let wire = self.connect().await?;
         self.exchange(wire, call, &mut sent).await
+    }
+
+    /// The address that it was connected to last.
+    pub fn peer(&self) -> Option<SocketAddr> {
+        *self.peer.lock()
     }
 
     /// Drops every idle connection that is older than the limit. Called now and then, so that no dead socket lingers.
@@ -323,6 +331,7 @@ impl Pool {
         };
         // Small bodies must not wait for an acknowledgement of the previous segment.
         io.set_nodelay(true)?;
+        *self.peer.lock() = io.peer_addr().ok();
         match &self.tls {
             _ if !self.address.tls => Ok(Stream::Plain(io)),
             Some(tls) => tls.connect(&self.address.host, io).await,

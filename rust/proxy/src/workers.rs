@@ -2,6 +2,7 @@
 //! pending to active, failed or removed.
 use std::collections::BTreeSet;
 use std::fmt::Write;
+use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -137,6 +138,8 @@ pub struct Entry {
     pub look: Arc<Notify>,
     /// The last generation, while anything of it is left.
     pub last: Mutex<Weak<Worker>>,
+    /// The address that it was reached at.
+    reached: Mutex<Option<SocketAddr>>,
     state: Mutex<State>,
     phase: watch::Sender<Phase>,
 }
@@ -273,6 +276,7 @@ impl Registry {
             registration,
             look: Arc::new(Notify::new()),
             last: Mutex::new(Weak::new()),
+            reached: Mutex::default(),
             state: Mutex::new(State {
                 phase: Phase::Pending,
                 message: "not asked yet".to_owned(),
@@ -297,6 +301,43 @@ impl Registry {
             state.message = "deleted".to_owned();
         });
         entry.look.notify_one();
+    }
+
+    /// Notes that `entry` was reached at `at`, unless another entry was: one process under two names would be booked twice and get every
+    /// control call twice. That entry is the error. Of two names for one address at least one must be a machine's own: behind others a proxy
+    /// may choose between engines by the name.
+    ///
+    /// # Errors
+    /// The entry that has the address.
+    pub fn claim(&self, entry: &Entry, at: SocketAddr) -> Result<(), Arc<Entry>> {
+        let at = SocketAddr::new(at.ip().to_canonical(), at.port());
+        let machine = |e: &Entry| e.registration.address.is_machine();
+        let entries = self.entries.write();
+        let has = |e: &&Arc<Entry>| {
+            e.id != entry.id
+                && *e.reached.lock() == Some(at)
+                && matches!(e.phase(), Phase::Active | Phase::Pending)
+                && (machine(e) || machine(entry))
+        };
+        if let Some(other) = entries.iter().find(has) {
+            return Err(Arc::clone(other));
+        }
+        *entry.reached.lock() = Some(at);
+        Ok(())
+    }
+
+    /// Takes a worker out of choice for slowness, unless it is the last of its role that is in. Says whether it did.
+    pub fn eject(&self, entry: &Entry, why: String) -> bool {
+        // One at a time: two that look at each other at once would both go.
+        let entries = self.entries.write();
+        let role = entry.registration.role;
+        let others = entries.iter().any(|e| e.id != entry.id && e.registration.role == role && e.in_choice());
+        others
+            && !entry.state().ejected
+            && entry.change(|state| {
+                state.ejected = true;
+                state.message = why;
+            })
     }
 
     /// All entries, in the order of registration.
