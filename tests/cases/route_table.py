@@ -48,6 +48,13 @@ EVERY_ENGINE = (
     "/weights_checker",
     "/set_internal_state",
     "/clear_hicache_storage_backend",
+    "/hicache/storage-backend/clear",
+    "/slow_down",
+    "/freeze_gc",
+    "/set_trace_level",
+    "/start_expert_distribution_record",
+    "/stop_expert_distribution_record",
+    "/dump_expert_distribution_record",
 )
 INFO = (
     "/get_model_info",
@@ -70,7 +77,9 @@ PLAIN = {"model": "m", "input": "tell me something", "text": "tell me something"
 
 def body_of(path: str) -> dict[str, Any]:
     """A good body of a POST route."""
-    return ROUTES.get(path) or (RERANK if "rerank" in path else PLAIN)
+    # Without a name of the client's, the router would add one.
+    session = {"session_id": "s"} if path == "/open_session" else {}
+    return ROUTES.get(path) or (RERANK if "rerank" in path else {**PLAIN, **session})
 
 
 @dataclass(frozen=True)

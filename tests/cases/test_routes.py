@@ -172,7 +172,7 @@ async def test_http_2_every_route_has_the_one_limit_and_the_connection_stays(lab
 @pytest.mark.parametrize("at", ALL_ENGINES, ids=str)
 async def test_ept_1_a_control_call_reaches_every_engine_once_with_its_body(lab: Lab, at: At) -> None:
     fleet, client = await serve(lab, at, dp_size=2)
-    body = {"a": [1, {"b": None}], "rid": "x", "flag": True}
+    body = {"a": [1, {"b": None}], "rid": "x", "flag": True, "session_id": "s"}
     got = await client.post(at.path, body)
     assert got.status == 200, got.body
     assert sorted(at.reached(fleet)) == sorted((engine.name, encode(body)) for engine in fleet.engines)

@@ -15,6 +15,7 @@ use crate::attempts::RetryBudget;
 use crate::auth::bearer;
 use crate::check::Findings;
 use crate::clock::Clock;
+use crate::control::Closed;
 use crate::cors::Cors;
 use crate::drain::Drain;
 use crate::handover::Handover;
@@ -49,6 +50,8 @@ pub struct App {
     pub gate: Arc<Gate>,
     /// The engines.
     pub registry: Registry,
+    /// What control calls have closed the admission for.
+    pub closed: parking_lot::Mutex<Closed>,
     /// The edge's counters.
     pub metrics: Metrics,
     /// R3 rows that wait for their other half.
@@ -146,6 +149,7 @@ impl App {
             sink: settings.r3_sink.as_deref().map(|url| Sink::new(url, settings.upstream_idle_secs)).transpose()?,
             host: Arc::from(host.trim()),
             registry: Registry::default(),
+            closed: parking_lot::Mutex::default(),
             metrics,
             traces,
             arena,

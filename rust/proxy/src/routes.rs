@@ -174,6 +174,8 @@ pub(crate) async fn managed(
         },
         _ if control::BROADCAST.contains(&path) => match *method {
             Method::POST | Method::GET => Ok(control::handle(app, method, uri, headers, body).await),
+            // SGLang takes either.
+            Method::PUT if path == "/set_internal_state" => Ok(control::handle(app, method, uri, headers, body).await),
             _ => Err(wrong_method(method, path, "POST")),
         },
         _ if info::PROXIED.contains(&path) => info::proxied(app, method, uri, headers, body).await,

@@ -108,6 +108,8 @@ settings! {
         max_payload_size: u64 = 512 << 20; unit(Unit::Bytes); peer("536870912"); range(1024.0, f64::INFINITY),
         /// Longest life of a request, from its arrival to its last byte.
         request_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("1800"); range(0.01, 30.0 * DAY),
+        /// How long an engine may take to answer what is sent to every engine: pause, weights, adapters, sessions, flush.
+        control_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); range(0.01, DAY),
         /// How long a client may take to send a request's head. It gets 408.
         header_read_timeout_secs: Duration = Duration::from_secs(30); unit(Unit::Secs); range(0.01, DAY),
         /// How long a client may send nothing of a body that it has begun. It gets 408. A trainer whose event loop is blocked sends nothing for a
