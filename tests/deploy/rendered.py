@@ -67,7 +67,8 @@ def accepted(text: str, folder: Path, env: dict[str, str] | None = None) -> Json
     path = folder / "router.toml"
     path.write_text(text, "utf-8")
     flags = {"r3_arena_bytes": "16MiB", "r3_store_dir": str(folder)}
-    if "r3_spill_dir" in module("tomllib").loads(text):
+    given = module("tomllib").loads(text)
+    if "r3_spill_dir" in given:
         flags["r3_spill_dir"] = str(folder)
     checked: Json = json.loads(core.check_settings(json.dumps({"flags": flags, "env": env or {}, "config": str(path)})))
     # The arena's own text, by itself.
@@ -110,8 +111,9 @@ def check_router(manifests: list[Json], *, more: tuple[str, ...] = ()) -> None:
     assert [m["mountPath"] for m in router["volumeMounts"] if m["name"] == "arena"] == ["/dev/shm"] * len(shared)
     ports = {p["name"]: p["containerPort"] for p in router["ports"]}
     assert ports == {"http": file.get("port", 30000), "metrics": file.get("prometheus_port", 29000)}
-    assert router["readinessProbe"]["httpGet"] == {"path": "/readiness", "port": "http"}
-    assert router["livenessProbe"]["httpGet"] == {"path": "/liveness", "port": "http"}
+    probed = "metrics" if "tls_cert_path" in file else "http"
+    assert router["readinessProbe"]["httpGet"] == {"path": "/readiness", "port": probed}
+    assert router["livenessProbe"]["httpGet"] == {"path": "/liveness", "port": probed}
     labels = template["metadata"]["labels"]
     for manifest in manifests:
         kind, of = manifest["kind"], manifest.get("spec", {})

@@ -45,7 +45,7 @@ def test_the_chart_lints_without_a_remark():
 
 
 def test_the_examples_are_there():
-    assert NAMES == ["closed", "discovery", "pd", "regular", "scaled"]
+    assert NAMES == ["closed", "discovery", "pd", "regular", "scaled", "tls"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -92,6 +92,36 @@ def test_an_example_of_split_engines_reaches_the_router_as_written(tmp_path: Pat
     assert env["R3ROUTER_API_KEY"]["valueFrom"] == {"secretKeyRef": {"name": "rollout-keys", "key": "client"}}
     assert env["R3ROUTER_WORKER_API_KEY"]["valueFrom"] == {"secretKeyRef": {"name": "rollout-keys", "key": "engines"}}
     assert env["R3ROUTER_R3_PUBLIC_URL"]["value"] == "http://$(POD_IP):30000"
+
+
+def test_certificates_reach_the_router_from_their_secrets(tmp_path: Path):
+    shown = manifests("tls")
+    [pod] = routers(shown)
+    router, (file, _) = containers(pod)["router"], config(shown, pod)
+    mounts = {m["name"]: m for m in router["volumeMounts"]}
+    volumes = {v["name"]: v.get("secret") for v in pod["spec"]["volumes"]}
+    named_files = {
+        "tls-server": ("router-tls", [file["tls_cert_path"], file["tls_key_path"], *file["tls_client_ca_paths"]]),
+        "tls-engines": ("engines-tls", [*file["ca_cert_paths"], file["client_cert_path"], file["client_key_path"]]),
+    }
+    for name, (secret, paths) in named_files.items():
+        assert volumes[name] == {"secretName": secret, "defaultMode": 0o440}
+        assert mounts[name]["readOnly"] is True
+        assert {path.rpartition("/")[0] for path in paths} == {mounts[name]["mountPath"]}
+    # Not under the other mount: a volume inside a read-only one cannot be made.
+    assert not any(m["mountPath"].startswith("/etc/r3router/") for m in mounts.values())
+    assert [path.rpartition("/")[2] for path in named_files["tls-server"][1]] == ["tls.crt", "tls.key", "clients.crt"]
+    env = {e["name"]: e.get("value") for e in router["env"]}
+    assert env["R3ROUTER_R3_PUBLIC_URL"] == "https://$(POD_IP):30000"
+    # No probe can show a certificate, and none of the other manifests says http of the main port.
+    assert {router[f"{probe}Probe"]["httpGet"]["port"] for probe in ("startup", "liveness", "readiness")} == {"metrics"}
+    [test] = [m for m in shown if m["kind"] == "Pod"]
+    service = named(shown, "Service")
+    ports = {p["name"]: p["port"] for p in service["spec"]["ports"]}
+    assert set(re.findall(r":(\d+)/", test["spec"]["containers"][0]["args"][0])) == {str(ports["metrics"])}
+    # Without a Secret there is neither a mount nor a setting.
+    plain, _ = config(manifests("pd"), routers(manifests("pd"))[0])
+    assert [key for key in plain if "cert" in key or "tls" in key] == []
 
 
 def test_generated_files_reach_the_cluster_as_they_are():
@@ -179,6 +209,13 @@ REFUSED: list[tuple[str, str]] = [
     ("image.digest=sha256:1234", "digest"),
     ("service.type=ExternalName", "type"),
     ("probes.liveness.path=/", "path"),
+    ("settings.tls_cert_path=/cert.pem", "tls_cert_path"),
+    ("tls.server.clientCa=ca.crt", "tls.server.secret, which is not named"),
+    ("tls.engines.cert=tls.crt", "tls.engines.secret, which is not named"),
+    ("tls.engines.secret=e,tls.engines.cert=tls.crt", "come together"),
+    ("tls.engines.secret=e,tls.engines.ca=", "none of its files"),
+    ("tls.server.secret=s,tls.server.cert=../key", "cert"),
+    ("tls.server.secret=No_Name", "secret"),
 ]
 
 

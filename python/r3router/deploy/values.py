@@ -18,6 +18,12 @@ MANAGED: Final = {
     "api_key": "secrets.clientKey",
     "worker_api_key": "secrets.workerKey",
     "admin_api_key": "secrets.adminKey",
+    "tls_cert_path": "tls.server",
+    "tls_key_path": "tls.server",
+    "tls_client_ca_paths": "tls.server.clientCa",
+    "ca_cert_paths": "tls.engines.ca",
+    "client_cert_path": "tls.engines.cert",
+    "client_key_path": "tls.engines.key",
     "shutdown_grace_period_secs": "shutdown.graceSeconds",
     "r3_arena_bytes": "r3.arena",
     "r3_store_dir": "r3.sharedMemory",
@@ -30,6 +36,15 @@ MANAGED: Final = {
 _PORT: Final[Json] = {"type": "integer", "minimum": 1, "maximum": 65535}
 _NAME: Final[Json] = {"type": "string", "maxLength": 53, "pattern": "^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$"}
 _TEXT: Final[Json] = {"type": "string"}
+# A key of a Secret, which becomes a file's name.
+_FILE: Final[Json] = {"type": "string", "pattern": "^[-._a-zA-Z0-9]+$", "maxLength": 253}
+_FILE_OR_NONE: Final[Json] = {"type": "string", "pattern": "^[-._a-zA-Z0-9]*$", "maxLength": 253}
+_NAME_OF_A_SECRET: Final[Json] = {
+    "type": "string",
+    "maxLength": 253,
+    "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$",
+    "description": "Its name. Empty: no TLS on this side.",
+}
 _LABELS: Final[Json] = {"type": "object", "additionalProperties": {"type": "string"}}
 _QUANTITY: Final[Json] = {"type": "string", "pattern": "^[1-9][0-9]*(Mi|Gi)$"}
 _ANY: Final[Json] = {"type": "object"}
@@ -142,6 +157,29 @@ def schema() -> Json:
                 "clientKey": _key("What clients must send (api_key); without a name, clients need none."),
                 "workerKey": _key("What is sent to engines (worker_api_key)."),
                 "adminKey": _key("What the admin listener wants (admin_api_key); without a name it stays on the pod's loopback."),
+            },
+        ),
+        "tls": _object(
+            "Certificates in PEM, mounted from Secrets that you make; read anew when they change.",
+            {
+                "server": _object(
+                    "What clients see. With a secret the main port speaks HTTPS only, and probes ask the port of the metrics.",
+                    {
+                        "secret": _NAME_OF_A_SECRET,
+                        "cert": _FILE,
+                        "key": _FILE,
+                        "clientCa": _FILE_OR_NONE | {"description": "Authorities of clients: only those with a certificate are served."},
+                    },
+                ),
+                "engines": _object(
+                    "For engines whose address begins with https://.",
+                    {
+                        "secret": _NAME_OF_A_SECRET,
+                        "ca": _FILE_OR_NONE | {"description": "Authorities of engines. Empty: those that the image trusts."},
+                        "cert": _FILE_OR_NONE | {"description": "What the router shows to them."},
+                        "key": _FILE_OR_NONE,
+                    },
+                ),
             },
         ),
         "extraEnv": _list(_ANY, "More variables of the container."),

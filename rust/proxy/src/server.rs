@@ -418,7 +418,9 @@ async fn serve_metrics(app: Arc<App>, stream: TcpStream, closed: watch::Receiver
         async move {
             match request.uri().path() {
                 "/metrics" | "/" => info::metrics(&app),
-                "/health" => bytes_reply(200, "text/plain; charset=utf-8", Bytes::from_static(b"OK")),
+                // For probes that have no certificate to show to the main port.
+                "/health" | "/liveness" => bytes_reply(200, "text/plain; charset=utf-8", Bytes::from_static(b"OK")),
+                "/readiness" | "/ready" => info::readiness(&app),
                 path => error_reply(&not_found(path)),
             }
         }

@@ -42,6 +42,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end }}
 
+{{- define "r3router.scheme" -}}
+{{ if .Values.tls.server.secret }}https{{ else }}http{{ end }}
+{{- end }}
+
 {{/* A quantity such as 8Gi or 512Mi in Mi; 0 for one that is written otherwise. */}}
 {{- define "r3router.mi" -}}
 {{- if hasSuffix "Gi" . -}}{{ mul 1024 (trimSuffix "Gi" . | int64) }}
@@ -65,6 +69,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- if and .Values.keda.enabled (gt (int .Values.keda.minReplicas) (int .Values.keda.maxReplicas)) -}}
 {{- fail (printf "keda.minReplicas is %d, above keda.maxReplicas (%d)" (int .Values.keda.minReplicas) (int .Values.keda.maxReplicas)) -}}
+{{- end -}}
+{{- with .Values.tls.server -}}
+{{- if and .clientCa (not .secret) -}}
+{{- fail "tls.server.clientCa is a file of tls.server.secret, which is not named" -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.tls.engines -}}
+{{- if and (or .cert .key) (not .secret) -}}
+{{- fail "tls.engines.cert and tls.engines.key are files of tls.engines.secret, which is not named" -}}
+{{- end -}}
+{{- if and .secret (ne (empty .cert) (empty .key)) -}}
+{{- fail "tls.engines.cert and tls.engines.key come together" -}}
+{{- end -}}
+{{- if and .secret (not .ca) (not .cert) -}}
+{{- fail "tls.engines.secret is named and none of its files: set tls.engines.ca, or tls.engines.cert and tls.engines.key" -}}
+{{- end -}}
 {{- end -}}
 {{- if eq (int .Values.containerPorts.http) (int .Values.containerPorts.metrics) -}}
 {{- fail "containerPorts.http and containerPorts.metrics are the same port" -}}
@@ -97,6 +117,26 @@ r3_arena_bytes = "{{ .Values.r3.arena }}B"
 r3_store_dir = "/dev/shm"
 {{- if .Values.r3.spill }}
 r3_spill_dir = "/var/spill"
+{{- end }}
+{{- with .Values.tls.server }}
+{{- if .secret }}
+tls_cert_path = "/etc/r3router-tls/server/{{ .cert }}"
+tls_key_path = "/etc/r3router-tls/server/{{ .key }}"
+{{- if .clientCa }}
+tls_client_ca_paths = ["/etc/r3router-tls/server/{{ .clientCa }}"]
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with .Values.tls.engines }}
+{{- if .secret }}
+{{- if .ca }}
+ca_cert_paths = ["/etc/r3router-tls/engines/{{ .ca }}"]
+{{- end }}
+{{- if .cert }}
+client_cert_path = "/etc/r3router-tls/engines/{{ .cert }}"
+client_key_path = "/etc/r3router-tls/engines/{{ .key }}"
+{{- end }}
+{{- end }}
 {{- end }}
 {{- if and .Values.r3.publicUrl (ne .Values.r3.publicUrl "pod") }}
 r3_public_url = {{ toRawJson .Values.r3.publicUrl }}
