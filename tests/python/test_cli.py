@@ -224,3 +224,14 @@ def test_simulate_says_what_it_plays_while_it_plays(tmp_path: Path):
     (tmp_path / "bad.toml").write_text(text.replace("500", "nan"))
     done = r3router("simulate", str(tmp_path / "bad.toml"))
     assert done.returncode == 2 and "limit_s" in done.stderr
+
+
+def test_no_key_is_shown_by_config_show_wherever_it_was_set(tmp_path: Path) -> None:
+    file = tmp_path / "r3.toml"
+    file.write_text('worker_api_key = "k-file-1"\n', "utf-8")
+    done = r3router("config", "show", "--config", str(file), "--api-key", "k-flag-2", env={"R3ROUTER_ADMIN_API_KEY": "k-env-3"})
+    assert done.returncode == 0, done.stderr
+    for name in ("api_key", "worker_api_key", "admin_api_key"):
+        assert name in done.stdout, "it is set, and that is shown"
+    for key in ("k-file-1", "k-flag-2", "k-env-3"):
+        assert key not in done.stdout + done.stderr

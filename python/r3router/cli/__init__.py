@@ -9,6 +9,7 @@ import click
 # Name, and what `--help` says of it. Each lives in a module of the same name, as `command`.
 COMMANDS: Final = {
     "serve": "Route requests to engines.",
+    "config": "Show what the router would run with.",
     "check": "Ask every engine, and say what does not fit.",
     "top": "Show every rank of a running router, live; drain and undrain.",
     "emulate": "Run a fleet of emulated engines on loopback, with the router command that fits it.",
