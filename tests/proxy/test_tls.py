@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import ssl
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -16,7 +18,9 @@ from scripted.calls import GENERATE, statuses, until
 from scripted.client import READ_SIZE, Client, Connection
 from scripted.fleet import Fleet
 from scripted.lab import Lab
+from scripted.r3 import R3Model
 from scripted.router import Router
+from scripted.server import Exchange, Request, Server
 
 
 class Secured(Client):
@@ -192,3 +196,29 @@ def test_files_that_cannot_be_used_stop_the_start(papers: Papers, flags: list[st
     if told == "OTHER":
         told = "--tls-cert-path: " + str(certificate)
     assert told in done.stderr
+
+
+async def test_the_sink_of_rows_speaks_tls_too(lab: Lab, papers: Papers) -> None:
+    given: list[Any] = []
+
+    async def put(request: Request, exchange: Exchange) -> None:
+        reference = json.loads(request.body)
+        given.append(reference)
+        await exchange.reply(200, json.dumps({"handle": {"type": "other"}, "fields": reference["fields"]}).encode())
+
+    sink = Server(put)
+    sink.problems = []
+    sink.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    sink.tls.load_cert_chain(*map(str, papers.issue("sink")))
+    await sink.listen()
+    try:
+        shape = ["--r3-layers", "4", "--r3-top-k", "2", "--r3-experts", "256"]
+        flags = [*shape, "--ca-cert-paths", str(papers.ca), "--r3-sink", f"https://127.0.0.1:{sink.port}"]
+        _, _, client = await lab.serve(*flags, prefill={"r3": R3Model(4, 2)}, decode={"r3": R3Model(4, 2)})
+        asked = {"return_routed_experts": True, "return_outputs_via_store": True, "sampling_params": {"max_new_tokens": 3}}
+        got = await client.generate(input_ids=[1, 2, 3], **asked)
+        assert got.status == 200, got.body[:300]
+        assert got.json()["meta_info"]["output_store_ref"]["handle"] == {"type": "other"} and len(given) == 1
+    finally:
+        await sink.stop()
+    assert sink.problems == []

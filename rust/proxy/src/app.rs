@@ -145,8 +145,12 @@ impl App {
                 Some(Arc::clone(&engine_tls)),
             )),
             tls: ServerTls::new(&settings)?,
+            sink: settings
+                .r3_sink
+                .as_deref()
+                .map(|url| Sink::new(url, settings.upstream_idle_secs, &engine_tls))
+                .transpose()?,
             engine_tls,
-            sink: settings.r3_sink.as_deref().map(|url| Sink::new(url, settings.upstream_idle_secs)).transpose()?,
             host: Arc::from(host.trim()),
             registry: Registry::default(),
             closed: parking_lot::Mutex::default(),

@@ -13,6 +13,7 @@ use crate::address::Address;
 use crate::allow::Allow;
 use crate::app::CONNECT;
 use crate::ask::ask;
+use crate::tls::ClientTls;
 use crate::upstream::{Call, Pool};
 
 /// The member of a reply that a reference is.
@@ -34,15 +35,15 @@ pub struct Sink {
 }
 
 impl Sink {
-    /// The sink at `url`.
+    /// The sink at `url`; `tls` is spoken as with engines, when the address says so.
     ///
     /// # Errors
     /// `InvalidField` when it is no address.
-    pub fn new(url: &str, idle: Duration) -> Result<Self, Error> {
+    pub fn new(url: &str, idle: Duration, tls: &Arc<ClientTls>) -> Result<Self, Error> {
         let address = Address::parse(url)?;
         let (put, failed) = (AtomicU64::new(0), AtomicU64::new(0));
         // The operator named it: it is no worker, so that the list of workers says nothing of it.
-        let pool = Pool::new(address, idle, CONNECT, &Arc::new(Allow::new(&[])));
+        let pool = Pool::secured(address, idle, CONNECT, Some(Arc::clone(tls)), &Arc::new(Allow::new(&[])));
         Ok(Self { url: url.to_owned(), pool, put, failed })
     }
 
