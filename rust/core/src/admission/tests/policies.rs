@@ -337,7 +337,9 @@ fn conversations(sessions: u64, step: f64) -> (BTreeMap<RankId, u32>, u32) {
             }
         }
     }
-    running.into_iter().for_each(|b| lab.done(b, now));
+    for b in running {
+        lab.done(b, now);
+    }
     (given, moves)
 }
 
