@@ -11,16 +11,18 @@ use r3router_core::error::{Error, Kind, Source};
 use r3router_core::topology::Role;
 use serde_json::{Value, json};
 
-use crate::app::App;
+use crate::app::{App, CONNECT};
 use crate::ask::{Answer, NoAnswer, ask};
 use crate::errors::{Reply, error_reply, json_reply};
 use crate::passthrough::is_json;
-use crate::upstream::{Call, Fault};
+use crate::upstream::{Call, Fault, Pool};
 use crate::worker::Worker;
-use crate::workers::{Phase, role_name};
+use crate::workers::{Entry, Phase, role_name};
 
 /// An engine that has not answered for so long is named in the log; the call goes on.
 const QUIET: Duration = Duration::from_secs(30);
+/// How long an engine that is not in choice has for going on.
+const WAKE: Duration = Duration::from_secs(30);
 /// The parts of an engine's memory without which it cannot generate, as SGLang names them.
 const NEEDED: [&str; 2] = ["kv_cache", "weights"];
 
@@ -160,36 +162,76 @@ pub fn told_json(told: &Told) -> Value {
     line
 }
 
-/// An engine that is registered and cannot be told.
+/// An engine that is registered and not in choice.
 #[derive(Debug)]
 struct Missed {
-    url: Arc<str>,
-    role: Role,
+    entry: Arc<Entry>,
     phase: Phase,
     why: String,
+    /// What it answered, where it was asked all the same.
+    answer: Option<Result<Answer, NoAnswer>>,
 }
 
 impl Missed {
     fn json(&self) -> Value {
-        let error = format!("not sent, the engine is {}: {}", self.phase.name(), self.why);
-        json!({ "url": &*self.url, "role": role_name(self.role), "state": self.phase.name(), "status": null, "error": error })
+        let (status, error) = match &self.answer {
+            None => (None, format!("not sent, the engine is {}: {}", self.phase.name(), self.why)),
+            Some(Ok(answer)) => (Some(answer.status), format!("the engine is {}: {}", self.phase.name(), self.why)),
+            Some(Err(error)) => (None, format!("the engine is {}: {}; {error}", self.phase.name(), self.why)),
+        };
+        let registration = &self.entry.registration;
+        let (url, role) = (&*registration.shown, role_name(registration.role));
+        json!({ "url": url, "role": role, "state": self.phase.name(), "status": status, "error": error })
+    }
+
+    fn went_on(&self) -> bool {
+        matches!(&self.answer, Some(Ok(answer)) if answer.ok())
+    }
+
+    /// It was in choice and has missed the call.
+    fn lacks(&self) -> bool {
+        self.phase == Phase::Down && !self.went_on()
     }
 }
 
 /// Engines that are not in choice now. Those that were, and are down, have missed the call; those that are not up yet will begin with what
-/// they load themselves.
+/// they load themselves. Only what goes on is told to both: see [`wake`].
 fn missed(app: &App) -> Vec<Missed> {
-    let of = |entry: &Arc<crate::workers::Entry>| {
+    let of = |entry: Arc<Entry>| {
         let state = entry.state();
         let away = matches!(state.phase, Phase::Down | Phase::Pending);
-        away.then(|| Missed {
-            url: Arc::clone(&entry.registration.shown),
-            role: entry.registration.role,
-            phase: state.phase,
-            why: state.message,
-        })
+        away.then(|| Missed { entry, phase: state.phase, why: state.message, answer: None })
     };
-    app.registry.all().iter().filter_map(of).collect()
+    app.registry.all().into_iter().filter_map(of).collect()
+}
+
+/// Has engines that are not in choice go on, too. A paused engine fails its health check, so that one whose router restarted, or that could
+/// not be reached for a moment, does not come into choice before it is told.
+async fn wake(app: &Arc<App>, away: &mut [Missed], call: &Call) {
+    let limit = app.settings.control_timeout_secs.min(WAKE);
+    let mut tasks = Vec::new();
+    for missed in &*away {
+        let registration = &missed.entry.registration;
+        let (address, tls) = (registration.address.clone(), Some(Arc::clone(&app.engine_tls)));
+        let pool = Pool::secured(address, Duration::ZERO, CONNECT, tls, &app.allow);
+        let call = call.clone().with_key(registration.key.get().as_ref());
+        tasks.push(app.runtime.spawn(async move { ask(&pool, &call, limit).await }));
+    }
+    for (missed, task) in away.iter_mut().zip(tasks) {
+        missed.answer = Some(task.await.unwrap_or(Err(NoAnswer::Slow(limit))));
+        missed.entry.look.notify_one();
+    }
+}
+
+/// What an engine is sent.
+fn sent(method: &Method, uri: &Uri, headers: &HeaderMap, body: &Bytes) -> Call {
+    let pieces: Arc<[Bytes]> = Arc::from([body.clone()]);
+    let mut call = Call { method: method.clone(), uri: uri.clone(), headers: HeaderMap::new(), pieces };
+    if !body.is_empty() {
+        let json = HeaderValue::from_static("application/json");
+        call.headers.insert(header::CONTENT_TYPE, headers.get(header::CONTENT_TYPE).cloned().unwrap_or(json));
+    }
+    call
 }
 
 /// Sends one call to every active engine at once; answers in the order of registration.
@@ -200,18 +242,7 @@ pub async fn broadcast(app: &Arc<App>, method: &Method, uri: &Uri, headers: &Hea
     let mut workers = app.registry.active();
     workers.sort_by_key(|w| w.role == Role::Prefill);
     for worker in workers {
-        let mut call = Call {
-            method: method.clone(),
-            uri: uri.clone(),
-            headers: HeaderMap::new(),
-            pieces: Arc::from([body.clone()]),
-        };
-        let content_type = headers.get(header::CONTENT_TYPE).cloned();
-        if !body.is_empty() {
-            let json = HeaderValue::from_static("application/json");
-            call.headers.insert(header::CONTENT_TYPE, content_type.unwrap_or(json));
-        }
-        let call = call.with_key(worker.key.get().as_ref());
+        let call = sent(method, uri, headers, body).with_key(worker.key.get().as_ref());
         let asked = Arc::clone(&worker);
         let task = async move {
             let mut answer = std::pin::pin!(ask(&asked.pool, &call, limit));
@@ -258,7 +289,7 @@ async fn carry(app: &Arc<App>, method: &Method, uri: &Uri, headers: &HeaderMap, 
     let (body, session) = if path == "/open_session" { named_session(body) } else { (body, None) };
     let turn = Turn::of(path, &body);
     let began = turn.begin(app);
-    let away = missed(app);
+    let mut away = missed(app);
     let told = broadcast(app, method, uri, headers, &body).await;
     for told in &told {
         if let Err(NoAnswer::Fault(Fault::Connect(_))) = told.answer {
@@ -266,17 +297,22 @@ async fn carry(app: &Arc<App>, method: &Method, uri: &Uri, headers: &HeaderMap, 
         }
     }
     let ok = told.iter().filter(|t| t.answer.as_ref().is_ok_and(Answer::ok)).count();
+    if matches!(turn, Turn::Continue | Turn::Resume(_)) {
+        wake(app, &mut away, &sent(method, uri, headers, &body)).await;
+    }
     // Opened last, and only when every engine that can be reached goes on: a pair with one paused side would burn the other's clock. One that
     // cannot be reached is out of choice, and comes back as a new generation.
     let unreached = told.iter().filter(|t| matches!(t.answer, Err(NoAnswer::Fault(Fault::Connect(_))))).count();
-    if ok > 0 && ok + unreached == told.len() {
+    // Where no engine is in choice, none is left to be at odds with.
+    if (ok > 0 || told.is_empty()) && ok + unreached == told.len() {
         turn.end(app, began);
     }
-    let down = away.iter().filter(|m| m.phase == Phase::Down).count();
-    let all = told.len() + down;
+    let woken = away.iter().filter(|m| m.went_on()).count();
+    let down = away.iter().filter(|m| m.lacks()).count();
+    let (ok, all) = (ok + woken, told.len() + woken + down);
     let success = ok > 0 && ok == all;
     let status = match worst(&told) {
-        _ if told.is_empty() => 503,
+        _ if told.is_empty() && woken == 0 => 503,
         200 if down > 0 => 502,
         status => status,
     };

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unused_async)]
 #![allow(missing_docs)]
 mod common;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use common::{Act, Engine, Running, Seen, decode_reply, pd, prefill_reply, reply, run, until};
@@ -280,6 +281,59 @@ fn an_engine_that_is_not_up_yet_is_listed_and_fails_nothing() {
         let away = line(&got.json(), &late);
         assert_eq!((away["state"].as_str(), away["status"].is_null()), (Some("pending"), true));
         assert!(late.seen("/load_lora_adapter").is_empty());
+        router.stop().await;
+    });
+}
+
+/// An engine whose health fails from a pause until it goes on, as that of real ones does.
+async fn pausable(generate: fn(&Seen) -> Act) -> Engine {
+    let paused = AtomicBool::new(false);
+    Engine::start(move |seen: &Seen| match seen.path.split('?').next().unwrap_or_default() {
+        "/generate" => generate(seen),
+        "/health" if paused.load(Ordering::SeqCst) => Act::Send(reply(503, "")),
+        path if BROADCAST.contains(&path) => {
+            match path {
+                "/pause_generation" => paused.store(true, Ordering::SeqCst),
+                "/continue_generation" => paused.store(false, Ordering::SeqCst),
+                _ => {}
+            }
+            fine(seen)
+        }
+        _ => Act::Hold,
+    })
+    .await
+}
+
+#[test]
+fn a_router_that_restarts_while_the_fleet_is_paused_has_it_go_on() {
+    run(async {
+        let (p, d) = (pausable(prefill_reply).await, pausable(decode_reply).await);
+        let first = Running::start(pd(&[&p], &[&d])).await;
+        assert_eq!(first.post("/pause_generation", "{}").await.status, 200);
+        first.stop().await;
+        let next = Running::begin(pd(&[&p], &[&d])).await;
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert!(next.app.registry.active().is_empty(), "a paused engine fails its health check");
+        let got = next.post("/continue_generation", "{}").await;
+        assert_eq!((got.status, got.json()["success"].as_bool()), (200, Some(true)), "{}", got.text());
+        assert_eq!(line(&got.json(), &p)["status"], 200);
+        until("both engines", || next.app.registry.active().len() == 2).await;
+        assert_eq!(next.post("/generate", BODY).await.status, 200);
+        next.stop().await;
+    });
+}
+
+#[test]
+fn a_continue_with_no_engine_in_choice_leaves_no_closed_gate() {
+    run(async {
+        let (p, d) = engines().await;
+        let router = Running::start(pd(&[&p], &[&d])).await;
+        assert_eq!(router.post("/pause_generation", "{}").await.status, 200);
+        for engine in [&p, &d] {
+            router.post(&format!("/remove_worker?url={}", engine.url()), "").await;
+        }
+        let got = router.post("/continue_generation", "{}").await;
+        assert_eq!((got.status, got.json()["paused"].as_bool()), (503, Some(false)), "{}", got.text());
         router.stop().await;
     });
 }

@@ -309,15 +309,20 @@ impl Running {
     /// Starts a router and waits until every named engine is active.
     pub async fn start(settings: Settings) -> Self {
         let named = settings.prefill.len() + settings.decode.len() + settings.worker_urls.len();
+        let running = Self::begin(settings).await;
+        until("the engines are active", || running.app.registry.active().len() == named).await;
+        running
+    }
+
+    /// Starts a router.
+    pub async fn begin(settings: Settings) -> Self {
         let router = Router::bind(settings).await.unwrap();
         let (address, app) = (router.address(), Arc::clone(router.app()));
         let (stop, stopped) = tokio::sync::oneshot::channel();
         let task = tokio::spawn(router.run(async move {
             let _ = stopped.await;
         }));
-        let running = Self { address, app, stop: Some(stop), task };
-        until("the engines are active", || running.app.registry.active().len() == named).await;
-        running
+        Self { address, app, stop: Some(stop), task }
     }
 
     pub async fn stop(mut self) {
