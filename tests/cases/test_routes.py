@@ -438,7 +438,7 @@ async def test_mem_1_prefixes_stay_within_their_limit_and_go_with_their_workers(
                 if number % 100 == 0:
                     for engine in fleet.engines:
                         engine.legs.clear()
-                    fleet.rooms.meetings.clear()
+                    fleet.rooms.forget()
 
         await asyncio.gather(*(caller() for _ in range(16)))
 

@@ -43,6 +43,8 @@ TABLE: list[Row] = [
     ("engine twice", ["--worker-urls", "http://d:1", "D:1/"], {}, "", "--worker-urls: `http://d:1`", "name each engine once"),
     ("decode without PD", [], {"R3ROUTER_DECODE": "http://d:1"}, "", "R3ROUTER_DECODE", "add --pd-disaggregation"),
     ("regular with PD", [PD, "--worker-urls", "http://x:1"], {}, "", "--worker-urls", "name them with --prefill URL [PORT]"),
+    ("empty key", [], {"R3ROUTER_API_KEY": ""}, "", "R3ROUTER_API_KEY: it is empty", "leave it out, or give it"),
+    ("empty worker key", ["--worker-api-key", ""], {}, "", "--worker-api-key: it is empty", "leave it out, or give it"),
     ("bootstrap port", [PD, "--prefill", "http://p:1", "70000"], {}, "", "--prefill: the bootstrap port `70000`", "a port from 1 to 65535"),
     (
         "key of two words",

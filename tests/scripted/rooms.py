@@ -44,6 +44,10 @@ class Rooms:
             meeting.both.set_result(None)
         return meeting
 
+    def forget(self) -> None:
+        """Lets go of rooms whose legs have met; whoever still waits for the other half keeps its room."""
+        self.meetings = {room: meeting for room, meeting in self.meetings.items() if not meeting.both.done()}
+
     def _compare(self, prefill: Leg, decode: Leg) -> None:
         """What must agree between the two legs, or the KV never arrives."""
         room = f"room {prefill.room}"

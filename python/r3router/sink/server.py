@@ -118,11 +118,12 @@ class Sink:
             finally:
                 self.busy -= 1
                 self.seconds += time.monotonic() - began
-        if request.transport is None or request.transport.is_closing():
+        if not _gone(request):
+            await self._reader.release(reference)
+        if _gone(request):
             # Nobody will hear of the handle.
             await self._remove(handle)
             return self._error(499, "whoever asked is gone")
-        await self._reader.release(reference)
         self.made += 1
         self.nbytes += 4 * int(np.prod(reference.shape))
         if self.options.expires_s > 0:
@@ -196,3 +197,8 @@ def run(options: Options, target: Target) -> None:
     """
     logger.info("putting rows for the router at %s, on %s:%d", options.router, options.host, options.port)
     web.run_app(Sink(options, target).app(), host=options.host, port=options.port, print=None, access_log=None, reuse_address=True)
+
+
+def _gone(request: web.Request) -> bool:
+    """Whether whoever asked has left."""
+    return request.transport is None or request.transport.is_closing()

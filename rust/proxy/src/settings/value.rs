@@ -18,6 +18,8 @@ pub(super) trait Value: Sized {
     const METAVAR: &'static str;
     const EXPECTS: &'static str;
     const CHOICES: &'static [&'static str] = &[];
+    /// Whether an empty text is an error, where it means "none" otherwise.
+    const NEVER_EMPTY: bool = false;
 
     /// Reads one value; the error is a sentence that quotes it.
     fn read(raw: &Json, unit: Unit) -> Result<Self, String>;
@@ -187,6 +189,9 @@ impl<T: Value> Value for Option<T> {
     fn read(raw: &Json, unit: Unit) -> Result<Self, String> {
         match raw {
             Json::Null => Ok(None),
+            Json::String(s) if s.is_empty() && T::NEVER_EMPTY => {
+                Err("it is empty; leave it out, or give it".to_owned())
+            }
             Json::String(s) if is_none(s) => Ok(None),
             _ => T::read(raw, unit).map(Some),
         }
@@ -215,6 +220,8 @@ impl Value for Cap {
 }
 
 impl Value for Secret {
+    // A script whose secret is not set would open the router to anybody.
+    const NEVER_EMPTY: bool = true;
     const METAVAR: &'static str = "KEY";
     const EXPECTS: &'static str = "a key";
     fn read(raw: &Json, unit: Unit) -> Result<Self, String> {
