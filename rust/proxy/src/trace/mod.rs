@@ -3,7 +3,7 @@
 //! below the leg.
 //!
 //! Nothing here is made unless `--enable-trace` is set and the client's trace is sampled: then a request has a [`Request`], and everybody who
-//! has something to tell has an `Option` of it. The spans are plain records; only [`export`] knows the libraries that carry them.
+//! has something to tell has an `Option` of it. The spans are plain records; only `export` knows the libraries that carry them.
 mod attempt;
 mod endpoint;
 #[cfg(feature = "otlp")]
