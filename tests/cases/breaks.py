@@ -234,8 +234,8 @@ BREAKS = [
         "EPT-1",
         "a broadcast reaches one engine only",
         "rust/proxy/src/control.rs",
-        "    for worker in workers {\n        let mut call = Call {",
-        "    for worker in workers.into_iter().take(1) {\n        let mut call = Call {",
+        "    for worker in workers {\n        let call = sent(",
+        "    for worker in workers.into_iter().take(1) {\n        let call = sent(",
     ),
     Break(
         "RL-2",
