@@ -75,7 +75,10 @@ test: build ## All tests, no GPU: cargo (SEEDS simulated fleets) and pytest.
 	-@[ -e "$(MOONCAKE)/.done" ] || $(MAKE) --no-print-directory mooncake
 	$(call say,Testing from Python)
 	"$(BIN)/python" -m pytest --quiet -m alone
-	"$(BIN)/python" -m pytest --quiet -n 2 --dist worksteal -m "not alone"
+	@# Routers, engines and clients share the cores with whatever else runs: what fails is run once more by itself, and both results are printed.
+	"$(BIN)/python" -m pytest --quiet -n 2 --dist worksteal -m "not alone" || { \
+	    printf '\n== Once more, only what failed\n'; \
+	    "$(BIN)/python" -m pytest --quiet -m "not alone" --last-failed --last-failed-no-failures none; }
 
 .PHONY: test-dropin
 test-dropin: build peer-sglang-router ## The same calls against sglang-router 0.3.2 and r3router: equal but for the listed differences.
