@@ -297,15 +297,16 @@ async fn carry(app: &Arc<App>, method: &Method, uri: &Uri, headers: &HeaderMap, 
         }
     }
     let ok = told.iter().filter(|t| t.answer.as_ref().is_ok_and(Answer::ok)).count();
-    if matches!(turn, Turn::Continue | Turn::Resume(_)) {
-        wake(app, &mut away, &sent(method, uri, headers, &body)).await;
-    }
     // Opened last, and only when every engine that can be reached goes on: a pair with one paused side would burn the other's clock. One that
     // cannot be reached is out of choice, and comes back as a new generation.
     let unreached = told.iter().filter(|t| matches!(t.answer, Err(NoAnswer::Fault(Fault::Connect(_))))).count();
     // Where no engine is in choice, none is left to be at odds with.
     if (ok > 0 || told.is_empty()) && ok + unreached == told.len() {
         turn.end(app, began);
+    }
+    // Not before: the gate does not wait for those that are out of choice anyway.
+    if matches!(turn, Turn::Continue | Turn::Resume(_)) {
+        wake(app, &mut away, &sent(method, uri, headers, &body)).await;
     }
     let woken = away.iter().filter(|m| m.went_on()).count();
     let down = away.iter().filter(|m| m.lacks()).count();

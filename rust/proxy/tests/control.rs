@@ -93,7 +93,7 @@ fn status_and_body_say_which_engine_refused_which_hung_and_which_cannot_be_reach
         // Nothing but the call itself may find out that one is dead.
         settings.poll_interval_ms = Duration::from_secs(60);
         let router = Running::start(settings).await;
-        dead.die();
+        dead.die().await;
         for known in [false, true] {
             let got = router.post("/update_weights_from_disk", r#"{"model_path":"/m"}"#).await;
             assert_eq!((got.status, got.json()["success"].as_bool()), (500, Some(false)), "{}", got.text());
@@ -134,7 +134,7 @@ fn the_gate_stays_closed_while_an_engine_that_answers_has_not_gone_on_and_a_dead
         let dead = Engine::start(with(decode_reply, fine)).await;
         let router = Running::start(pd(&[&p], &[&d, &dead])).await;
         assert_eq!(router.post("/pause_generation", "{}").await.status, 200);
-        dead.die();
+        dead.die().await;
         let refuses = |_: &Seen| Act::Send(reply(400, r#"{"message":"not yet"}"#));
         d.script(with(decode_reply, refuses));
         let got = router.post("/continue_generation", "{}").await;
@@ -334,6 +334,52 @@ fn a_continue_with_no_engine_in_choice_leaves_no_closed_gate() {
         }
         let got = router.post("/continue_generation", "{}").await;
         assert_eq!((got.status, got.json()["paused"].as_bool()), (503, Some(false)), "{}", got.text());
+        router.stop().await;
+    });
+}
+
+#[test]
+fn an_engine_that_was_out_of_reach_for_a_moment_of_a_pause_goes_on_too() {
+    run(async {
+        let (p, d, other) = (pausable(prefill_reply).await, pausable(decode_reply).await, pausable(decode_reply).await);
+        let router = Running::start(pd(&[&p], &[&d, &other])).await;
+        assert_eq!(router.post("/pause_generation", "{}").await.status, 200);
+        let lost = router.app.registry.active().into_iter().find(|w| *w.url == *other.url()).unwrap();
+        router.app.suspect(&lost);
+        until("it is down", || router.app.registry.active().len() == 2).await;
+        let got = router.post("/continue_generation", "{}").await;
+        assert_eq!((got.status, got.json()["success"].as_bool()), (200, Some(true)), "{}", got.text());
+        assert_eq!(line(&got.json(), &other)["status"], 200);
+        until("all engines", || router.app.registry.active().len() == 3).await;
+        router.stop().await;
+    });
+}
+
+#[test]
+fn the_gate_does_not_wait_for_an_engine_that_is_out_of_choice() {
+    run(async {
+        let (p, d) = engines().await;
+        let hangs = Engine::start(|seen: &Seen| match seen.path.as_str() {
+            "/health" => Act::Send(reply(503, "")),
+            // Nobody aborts it.
+            "/continue_generation" => Act::UntilAborted(Vec::new()),
+            _ => Act::Hold,
+        })
+        .await;
+        let mut settings = pd(&[&p], &[&d]);
+        settings.control_timeout_secs = Duration::from_secs(20);
+        let router = Running::start(settings).await;
+        assert_eq!(router.post("/pause_generation", "{}").await.status, 200);
+        router.post("/workers", &json!({"url": hangs.url(), "worker_type": "decode"}).to_string()).await;
+        let told = tokio::spawn({
+            let mut client = router.client().await;
+            async move { client.post("/continue_generation", "{}").await }
+        });
+        until("the engine hears of it", || !hangs.seen("/continue_generation").is_empty()).await;
+        assert!(!told.is_finished());
+        assert!(!router.app.gate.is_paused());
+        assert_eq!(router.post("/generate", BODY).await.status, 200);
+        told.abort();
         router.stop().await;
     });
 }

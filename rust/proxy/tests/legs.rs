@@ -214,7 +214,7 @@ fn a_refused_connect_takes_the_engine_out_at_once_and_its_return_is_a_new_genera
         let router = Running::start(settings).await;
         let before = router.app.registry.find(&d0.url()).unwrap().active().unwrap().id;
         let address = d0.address.to_string();
-        d0.die();
+        d0.die().await;
         tokio::time::sleep(Duration::from_millis(50)).await;
         for _ in 0..20 {
             assert_eq!(router.post("/generate", BODY).await.status, 200);
@@ -249,7 +249,7 @@ fn decode_hears_nothing_of_a_request_that_prefill_did_not_get() {
         settings.poll_interval_ms = Duration::from_secs(60);
         settings.disable_retries = true;
         let router = Running::start(settings).await;
-        p.die();
+        p.die().await;
         tokio::time::sleep(Duration::from_millis(50)).await;
         let got = router.post("/generate", BODY).await;
         assert_eq!((got.status, got.code().as_str()), (502, "connect_failed"));

@@ -120,9 +120,10 @@ impl Engine {
         self.log.lock().closed.iter().find(|(c, _)| *c == connection).map(|(_, at)| *at)
     }
 
-    /// Stops listening; connections are closed.
-    pub fn die(&self) {
+    /// Stops listening; connections are closed. Returns when nobody can connect any more.
+    pub async fn die(&self) {
         self.task.abort();
+        until("it refuses connections", || std::net::TcpStream::connect(self.address).is_err()).await;
     }
 }
 
