@@ -158,6 +158,17 @@ impl Fading {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_given_counts_for_half_after_its_half_life() {
+        let at = Moment::from_secs_f64;
+        let mut given = Fading::default();
+        given.add(800.0, at(10.0));
+        assert!((given.get(at(10.0 + HALF_LIFE)) - 400.0).abs() < 1e-6);
+        given.add(100.0, at(10.0 + HALF_LIFE));
+        assert!((given.get(at(10.0 + 2.0 * HALF_LIFE)) - 250.0).abs() < 1e-6);
+        assert!((given.get(at(0.0)) - 500.0).abs() < 1e-6, "an earlier moment is now");
+    }
     use proptest::prelude::*;
 
     #[test]

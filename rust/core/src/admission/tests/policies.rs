@@ -1,5 +1,5 @@
 //! Each policy chooses among the ranks that have room, and nothing else.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::*;
 use crate::policy::{Assignment, KEY_PATIENCE, Policy, PolicyConfig, Target, Targets};
@@ -313,26 +313,27 @@ fn decode_can_follow_prefixes_too_and_its_table_is_its_own() {
     assert!(prefill.len() > 1);
 }
 
-/// Requests of each rank and moves of sessions, when `sessions` that share their beginning take ten turns each, in steps of `step` seconds; a
-/// request runs for two steps.
-fn conversations(sessions: u64, step: f64) -> (BTreeMap<RankId, u32>, u32) {
+#[test]
+fn sessions_that_share_their_beginning_stay_and_no_rank_has_much_more_than_its_share() {
     let (mut lab, _) = regular(Policy::CacheAware, 8, 1, &rows(1000));
     let mut given: BTreeMap<RankId, u32> = BTreeMap::new();
     let mut homes = BTreeMap::new();
     let (mut moves, mut now) = (0, 0.0);
-    let mut running = Vec::new();
+    let mut running = VecDeque::new();
     for turn in 0..10 {
-        for session in 0..sessions {
+        for session in 0..64 {
             // The beginning of all, and the session's own, longer with every turn.
             let prefix: Vec<u64> = chain(1, 4).into_iter().chain(chain(100 + session, 2 + 2 * turn)).collect();
             let tokens = prefix.len() as u32 * 256 + 10;
             let b = one(&mut lab, Request { prefix: prefix.into(), ..ask(tokens) }, now);
             *given.entry(b.decode).or_default() += 1;
             moves += u32::from(homes.insert(session, b.decode).is_some_and(|home| home != b.decode));
-            running.push(b);
-            now += step;
-            if running.len() > 16 {
-                let done = running.remove(0);
+            running.push_back(b);
+            now += 0.01;
+            // Two a rank run at a time.
+            if running.len() > 16
+                && let Some(done) = running.pop_front()
+            {
                 lab.done(done, now);
             }
         }
@@ -340,12 +341,6 @@ fn conversations(sessions: u64, step: f64) -> (BTreeMap<RankId, u32>, u32) {
     for b in running {
         lab.done(b, now);
     }
-    (given, moves)
-}
-
-#[test]
-fn sessions_that_share_their_beginning_stay_and_no_rank_has_much_more_than_its_share() {
-    let (given, moves) = conversations(64, 0.01);
     assert_eq!(given.values().sum::<u32>(), 640);
     assert_eq!(given.len(), 8);
     assert!(given.values().all(|n| *n <= 96), "more than 1.2 shares: {given:?}");
