@@ -164,3 +164,27 @@ async def test_a_handle_that_nobody_will_hear_of_is_removed(router: ScriptedRout
             break
         await asyncio.sleep(0.01)
     assert not served.store.objects and not served.sink.kept
+
+
+async def test_a_client_that_leaves_while_the_routers_rows_are_let_go_leaves_no_handle(router: ScriptedRouter, served: Served) -> None:
+    rows = expert_rows(5, 20)
+    letting_go, go_on = asyncio.Event(), asyncio.Event()
+
+    async def release(reference: Any) -> None:
+        letting_go.set()
+        await go_on.wait()
+
+    served.sink._reader.release = release  # type: ignore[method-assign]
+    call = asyncio.create_task(served.put(envelope([router.put("ee" * 16, rows)], rows.shape)))
+    await asyncio.wait_for(letting_go.wait(), 10)
+    assert len(served.store.objects) == 1
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await call
+    await asyncio.sleep(0.5)
+    go_on.set()
+    for _ in range(300):
+        if not served.store.objects:
+            break
+        await asyncio.sleep(0.01)
+    assert not served.store.objects and not served.sink.kept

@@ -73,6 +73,7 @@ class Sink:
     busy: int = 0
     kept: deque[tuple[float, dict[str, Any]]] = field(default_factory=deque)
     """What was put and when its time is over, oldest first."""
+    _works: set[asyncio.Task[web.Response]] = field(default_factory=set)
 
     def app(self) -> web.Application:
         """Its routes."""
@@ -90,6 +91,7 @@ class Sink:
             self._reader = Reader(http, self.options.router, key=self.options.key, agent_key=self.options.agent_key)
             task = asyncio.create_task(self._sweep())
             yield
+            await asyncio.gather(*self._works, return_exceptions=True)
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -105,11 +107,18 @@ class Sink:
             reference = self._local(Reference.parse(envelope, fields[0]))
         except (R3Error, ValueError, KeyError, TypeError) as error:
             return self._error(400, f"it is no reference: {error!r}")
+        # Carried through whatever becomes of the client: what a thread has begun to put would be nobody's.
+        work = asyncio.create_task(self._put(request, fields[0], reference))
+        self._works.add(work)
+        work.add_done_callback(self._works.discard)
+        return await asyncio.shield(work)
+
+    async def _put(self, request: web.Request, name: str, reference: Reference) -> web.Response:
         async with self._gate:
             self.busy += 1
             began = time.monotonic()
             try:
-                handle = await self._move(fields[0], reference)
+                handle = await self._move(name, reference)
             except R3Error as error:
                 return self._error(_STATUSES.get(type(error), 502), str(error))
             except Exception as error:
@@ -129,7 +138,7 @@ class Sink:
         if self.options.expires_s > 0:
             self.kept.append((time.monotonic() + self.options.expires_s, handle))
         shape = {"dtype": "int32", "shape": list(reference.shape)}
-        return web.Response(body=orjson.dumps({"handle": handle, "fields": {fields[0]: shape}}), content_type="application/json")
+        return web.Response(body=orjson.dumps({"handle": handle, "fields": {name: shape}}), content_type="application/json")
 
     async def _move(self, name: str, reference: Reference) -> dict[str, Any]:
         rows = await self._reader.read(reference)

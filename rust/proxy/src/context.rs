@@ -267,6 +267,7 @@ impl Drop for Count {
         let id = self.id.to_str().unwrap_or("");
         if let Some(trace) = &self.trace {
             trace.end(&trace::End {
+                scheme: if self.app.tls.is_some() { "https" } else { "http" },
                 outcome,
                 status: progress.status,
                 error: progress.error,

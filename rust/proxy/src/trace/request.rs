@@ -26,6 +26,8 @@ pub struct Request {
 /// How a request ended.
 #[derive(Clone, Copy, Debug)]
 pub struct End<'a> {
+    /// What the port speaks.
+    pub scheme: &'static str,
     /// For its client.
     pub outcome: ClientOutcome,
     /// Status of the reply; 0 when none was begun.
@@ -112,7 +114,7 @@ impl Request {
             ("http.request.method", "POST".into()),
             ("http.route", self.path.into()),
             ("url.path", self.path.into()),
-            ("url.scheme", "http".into()),
+            ("url.scheme", end.scheme.into()),
             ("r3router.request.id", text(end.id)),
             ("r3router.outcome", end.outcome.name().into()),
             ("r3router.attempts", u64::from(end.attempts).into()),
