@@ -16,6 +16,7 @@ import trustme
 
 from scripted.calls import GENERATE, statuses, until
 from scripted.client import READ_SIZE, Client, Connection
+from scripted.collector import Collector
 from scripted.fleet import Fleet
 from scripted.lab import Lab
 from scripted.r3 import R3Model
@@ -222,3 +223,16 @@ async def test_the_sink_of_rows_speaks_tls_too(lab: Lab, papers: Papers) -> None
     finally:
         await sink.stop()
     assert sink.problems == []
+
+
+async def test_a_trace_says_that_the_client_spoke_tls(lab: Lab, papers: Papers) -> None:
+    collector = await Collector().start()
+    try:
+        fleet = await lab.pd()
+        flags = [*server_flags(papers.issue()), "--enable-trace", "--otlp-traces-endpoint", f"localhost:{collector.grpc_port}"]
+        router = await secured(lab, fleet, papers.trusting(), *flags)
+        assert (await router.client.generate(**GENERATE)).status == 200
+        await until(lambda: bool(collector.named("POST /generate")), "the request's span has come")
+        assert collector.named("POST /generate")[0].attributes["url.scheme"] == "https"
+    finally:
+        await collector.stop()

@@ -69,7 +69,7 @@ async def test_client_router_and_engines_are_one_trace(lab: Lab, collector: Coll
     assert (server.trace, server.parent, server.kind, server.remote) == (TRACE, CALLER, "server", True)
     assert server.attributes["http.response.status_code"] == 200
     assert server.attributes["http.route"] == server.attributes["url.path"] == path
-    assert server.attributes["http.request.method"] == "POST"
+    assert (server.attributes["http.request.method"], server.attributes["url.scheme"]) == ("POST", "http")
     assert server.attributes["r3router.outcome"] == "ok"
     assert server.error is None and "error.type" not in server.attributes
     assert collector.below(server) == ["attempt", "queue"]
