@@ -29,21 +29,25 @@ class Break:
     """One behaviour, broken by one edit."""
 
     case: str
-    """The case; `JSN-1 routes` is JSN-1 on the routes beside generation."""
+    """The case; `JSN-1 routes` is JSN-1 on the routes beside generation. `restart` is no field case but a promise of the same weight."""
     what: str
     file: str
     old: str
     new: str
+    at: str = "tests/cases"
+    """Where its tests are."""
 
     @property
     def tests(self) -> str:
-        """The beginning of the case's test names."""
+        """What the names of the case's tests have in them."""
+        if self.case.startswith("restart"):
+            return "restarts_by_overlap"
         return f"test_{self.case.split()[0].lower().replace('-', '_')}_"
 
     @property
     def where(self) -> str:
         """Where its tests are."""
-        return "tests/cases/test_routes.py" if " routes" in self.case else "tests/cases"
+        return "tests/cases/test_routes.py" if " routes" in self.case else self.at
 
 
 BREAKS = [
@@ -286,6 +290,70 @@ BREAKS = [
         "    let body = receiver.body(incoming, app.settings.max_payload_size).await?;",
         "    let body = receiver.body(incoming, u64::MAX).await?;",
     ),
+    Break(
+        "WRK-2",
+        "a refused connect leaves the engine in choice until a probe has seen it",
+        "rust/proxy/src/app.rs",
+        "        self.gate.remove_worker(worker.id);\n        worker.suspect",
+        "        worker.suspect",
+        at="tests/proxy/test_bad_days.py",
+    ),
+    Break(
+        "HLT-1",
+        "bytes that come from an engine are no sign of life",
+        "rust/proxy/src/keeper.rs",
+        "    if app.gate.is_paused() || alive {",
+        "    if app.gate.is_paused() {",
+        at="tests/proxy/test_bad_days.py",
+    ),
+    Break(
+        "RL-1",
+        "one engine's success makes a refusal of another one a success",
+        "rust/proxy/src/control.rs",
+        "        status => status,\n    };\n    let lines",
+        "        status => if ok > 0 { 200 } else { status },\n    };\n    let lines",
+        at="tests/proxy/test_bad_days.py",
+    ),
+    Break(
+        "MET-1",
+        "the router's own 503 for an open breaker is booked as an engine's failure",
+        "rust/proxy/src/metrics.rs",
+        "            Kind::NoWorkers => Self::NoWorkers,",
+        "            Kind::NoWorkers => Self::EngineFailed,",
+        at="tests/proxy/test_metrics.py",
+    ),
+    Break(
+        "AUT-1",
+        "the router's own small questions carry no key",
+        "rust/proxy/src/ask.rs",
+        "&Call::get(Uri::from_static(path)).with_key(key), limit",
+        '&Call::get(Uri::from_static(path)).with_key(key.filter(|_| path != "/v1/loads")), limit',
+        at="tests/proxy/test_security.py",
+    ),
+    Break(
+        "K8S-1",
+        "an engine whose pod is gone keeps what runs on it",
+        "rust/proxy/src/discovery.rs",
+        "                            keeper::dead(&self.app, &entry);",
+        "                            registration::remove(&self.app, &entry);",
+        at="tests/k8s",
+    ),
+    Break(
+        "restart",
+        "the new router binds while the old one still does",
+        "rust/proxy/src/server.rs",
+        "            app.gate.set_held(true);",
+        "            app.gate.set_held(false);",
+        at="tests/proxy/test_overlap.py",
+    ),
+    Break(
+        "restart sockets",
+        "the old router goes on to accept",
+        "rust/proxy/src/handover.rs",
+        "    doors.set(false);",
+        "    doors.set(true);",
+        at="tests/proxy/test_overlap.py",
+    ),
 ]
 
 
@@ -328,14 +396,14 @@ def run(one: Break, tree: Path, target: Path) -> tuple[bool, str]:
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode == 0 or not failed:
         return False, (done.stdout.strip().splitlines() or ["no output"])[-1]
-    name = re.sub(r"^(FAILED|ERROR) tests/cases/", "", failed[0]).split(" - ")[0]
+    name = re.sub(r"^(FAILED|ERROR) tests/(cases/)?", "", failed[0]).split(" - ")[0]
     return True, name
 
 
 def page_rows() -> dict[str, str]:
     """The rows of the page by case."""
     table = PAGE.read_text().split(BEGIN)[1].split(END)[0]
-    return {row.split("|")[1].strip(): row for row in table.splitlines() if re.match(r"\| [A-Z0-9]+-\d", row)}
+    return {row.split("|")[1].strip(): row for row in table.splitlines() if re.match(r"\| ([A-Z0-9]+-\d|restart)", row)}
 
 
 def write_rows(rows: dict[str, str]) -> None:

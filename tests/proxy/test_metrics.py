@@ -95,6 +95,47 @@ async def test_every_way_to_end_is_counted_once(lab: Lab) -> None:
     assert await outcomes(router) == want
 
 
+async def test_met_1_calls_that_reach_no_worker_are_counted_as_what_they_are_and_on_no_worker(lab: Lab) -> None:
+    limit = 4096
+    fleet, router, client = await lab.serve(
+        "--disable-retries", "--cb-failure-threshold", "2", "--cb-timeout-duration-secs", "60", "--max-payload-size", str(limit)
+    )
+    want: Counter[str] = Counter()
+
+    async def expect(outcome: str, calls: int = 1) -> None:
+        want[outcome] += calls
+        assert await outcomes(router) == want
+
+    async def legs() -> dict[tuple[str, str], float]:
+        samples = (await router.metrics()).get("r3router_legs_total")
+        return {(s.labels["worker"], s.labels["result"]): s.value for s in samples if s.value}
+
+    assert (await client.request("POST", "/generate", b'{"input_ids": [1,]}')).status == 400
+    await expect("invalid")
+    # Both ways to be too large: by the length it names, and by what came.
+    large = encode({**GENERATE, "text": "x" * limit})
+    assert (await client.request("POST", "/generate", large)).status == 413
+    await expect("invalid")
+    connection = await client.connect()
+    await connection.send(b"POST /generate HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
+    await connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(large), large))
+    assert (await connection.answer()).status == 413
+    connection.close()
+    await expect("invalid")
+    assert await legs() == {}, "no worker has heard of these"
+
+    fleet.d.script = lambda leg: answer(500, {"detail": "broken"})
+    assert [(await client.generate(**GENERATE)).status for _ in range(2)] == [500, 500]
+    await expect("engine_failed", 2)
+    await fleet.quiet()
+    before = await legs()
+    assert before[fleet.d.url, "server"] == 2
+    # The breaker is open: the router's own refusal, for which no worker did anything.
+    assert [(await client.generate(**GENERATE)).status for _ in range(3)] == [503] * 3
+    await expect("no_workers", 3)
+    assert await legs() == before
+
+
 async def test_admission_shows_every_rank_and_every_reason(lab: Lab) -> None:
     fleet, router, client = await lab.serve(
         "--poll-interval-ms", "20", prefill={"dp_size": 2, "prefill_s": 0.2}, decode={"dp_size": 3, "max_running": 2, "mamba_slots": 40}
