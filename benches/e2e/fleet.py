@@ -138,8 +138,10 @@ def command_of(name: str, port: int, metrics: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def router(name: str, backends: Backends, *, pd: bool, extra: tuple[str, ...] = ()) -> Iterator[tuple[str, Measured]]:
-    """Starts a router in front of the backends; yields its address once it passes requests on."""
+def router(
+    name: str, backends: Backends, *, pd: bool, extra: tuple[str, ...] = (), under: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Measured]]:
+    """Starts a router in front of the backends, as a child of the tool `under`; yields its address once it passes requests on."""
     port, metrics = free_port(), free_port()
     if name == "relay":
         code = "import sys, r3router._core as core; core.bench_relay(int(sys.argv[1]), sys.argv[2], sys.argv[3])"
@@ -159,7 +161,7 @@ def router(name: str, backends: Backends, *, pd: bool, extra: tuple[str, ...] = 
             command += ["--worker-urls", f"http://127.0.0.1:{backends.regular}"]
         command += extra if name == "r3router" else ()
     address = f"127.0.0.1:{port}"
-    with started(command, LOGS / f"{name}.log") as measured:
+    with started([*under, *command], LOGS / f"{name}.log") as measured:
         if name == "r3router":
             # Decode may be told to hold its replies for long.
             wait_until(lambda: answers(f"http://{address}/readiness"), f"{name} to be ready", measured)
