@@ -304,7 +304,7 @@ async def test_every_span_leaves_before_the_router_does(lab: Lab, collector: Col
     # No pause: the end is what makes the last of them leave.
     assert await router.stop() == 0
     assert len(collector.named("POST /generate")) == 20
-    assert len(collector.spans) == 20 * 5
+    assert len([s for s in collector.spans if s.trace == TRACE]) == 20 * 5
 
 
 def warnings(router: Router) -> list[str]:
@@ -374,3 +374,53 @@ async def test_a_collector_behind_tls_is_believed_by_its_authority_only(lab: Lab
             assert len(warnings(router)) == (name == "other")
     finally:
         await collector.stop()
+
+
+async def test_of_the_traces_that_begin_here_a_part_is_recorded_and_engines_hear_of_the_rest(lab: Lab, collector: Collector) -> None:
+    fleet, router, client = await lab.serve(*flags(collector), "--trace-ratio", "0.5")
+    for _ in range(60):
+        assert (await post(client, "/generate", GENERATE, [("tracestate", "a=1")])).status == 200
+    # A client's own sampling is its own business.
+    assert (await post(client, "/generate", GENERATE)).status == 200
+    await fleet.quiet()
+    assert await router.stop() == 0
+    recorded = {s.trace for s in collector.named("POST /generate")}
+    told: dict[str, set[bool]] = {}
+    for pair in fleet.pairs():
+        for leg in pair:
+            trace, _, sampled = parent_of(leg.request)
+            told.setdefault(trace, set()).add(bool(int(sampled, 16) & 1))
+            assert (leg.request.head.get("tracestate") is not None) == (trace == TRACE)
+    # Both legs of a request are told the same, and what is recorded here is what they are told.
+    assert len(told) == 61
+    assert told == {trace: {trace in recorded} for trace in told}
+    assert TRACE in recorded
+    assert 10 < len(recorded) < 51, "one in two, but for one run in ten million"
+
+
+async def test_calls_that_generate_nothing_have_a_span_by_their_route(lab: Lab, collector: Collector) -> None:
+    _, router, client = await lab.serve(*flags(collector))
+    told = (await post(client, "/generate", {**GENERATE, **R3, "return_outputs_via_store": True})).json()["meta_info"]
+    path = "/r3/" + told["output_store_ref"]["handle"]["segments"][0]["uri"].rsplit("/", 1)[1]
+    await traced(collector)
+    worker = (await client.get("/workers")).json()["workers"][0]["id"]
+    calls = {
+        ("POST", "/pause_generation"): ("POST /pause_generation", 200),
+        ("POST", "/continue_generation"): ("POST /continue_generation", 200),
+        ("POST", "/flush_cache"): ("POST /flush_cache", 200),
+        ("GET", f"/workers/{worker}"): ("GET /workers/{id}", 200),
+        ("GET", path): ("GET /r3/{id}", 200),
+        ("GET", "/no/such/path"): ("GET", 404),
+        ("GET", "/readiness"): (None, 200),
+    }
+    for (method, target), (_, status) in calls.items():
+        assert (await client.request(method, target, b"", HEADERS)).status == status, target
+    unsampled = [("traceparent", UNSAMPLED)]
+    assert (await client.request("POST", "/flush_cache", b"", unsampled)).status == 200
+    assert await router.stop() == 0
+    spans = [s for s in collector.spans if s.kind == "server" and s.trace == TRACE and s.name != "POST /generate"]
+    assert [(s.name, s.attributes["http.response.status_code"]) for s in spans] == [(n, c) for n, c in calls.values() if n]
+    assert {(s.parent, s.remote) for s in spans} == {(CALLER, True)}
+    for span in spans:
+        assert span.attributes["r3router.outcome"] == ("ok" if span.error is None and span.name != "GET" else "invalid")
+        assert path.rsplit("/", 1)[1] not in str(span.attributes), "whoever has the id has the rows"

@@ -200,6 +200,11 @@ impl App {
         Shape { layers, top_k, experts }
     }
 
+    /// What the main port speaks.
+    pub fn scheme(&self) -> &'static str {
+        if self.tls.is_some() { "https" } else { "http" }
+    }
+
     /// A connect to this worker failed: it is out of choice at once, and its keeper looks whether it lives.
     pub fn suspect(&self, worker: &Worker) {
         self.gate.remove_worker(worker.id);

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri, header};
 use parking_lot::Mutex;
 use r3router_core::error::Kind;
 use r3router_core::policy::Targets;
@@ -167,6 +167,8 @@ pub struct Count {
     /// Where the client stands in a trace of its own.
     client: Option<Place>,
     trace: Option<Arc<trace::Request>>,
+    /// The trace that begins here and is not recorded.
+    unrecorded: Option<Place>,
     progress: Mutex<Progress>,
 }
 
@@ -175,14 +177,27 @@ impl Count {
     pub fn start(app: &Arc<App>, route: Option<Route>, path: &'static str, headers: &HeaderMap) -> Self {
         app.metrics.start(route);
         let (arrived, client) = (Instant::now(), Place::of(headers));
-        let trace = app.traces.as_ref().and_then(|traces| trace::Request::begin(traces, path, client, arrived));
+        let origin = app.traces.as_ref().map(|traces| (traces, traces.origin(client)));
+        let trace =
+            origin.and_then(|(traces, origin)| trace::Request::begin(traces, (&Method::POST, path), origin, arrived));
+        let unrecorded = origin.and_then(|(_, origin)| origin.unrecorded());
         let id = request_id(app, route, headers);
-        Self { app: Arc::clone(app), route, path, id, arrived, client, trace, progress: Mutex::default() }
+        Self { app: Arc::clone(app), route, path, id, arrived, client, trace, unrecorded, progress: Mutex::default() }
     }
 
     /// Its trace, when that is recorded.
     pub fn trace(&self) -> Option<&Arc<trace::Request>> {
         self.trace.as_ref()
+    }
+
+    /// Headers for engines, `from` the client's: those of a trace that begins here and is not recorded say so.
+    pub fn forwarded(&self, from: &HeaderMap) -> HeaderMap {
+        let mut headers = forwarded(from);
+        if let Some(place) = self.unrecorded {
+            place.mark(&mut headers);
+            headers.remove("tracestate");
+        }
+        headers
     }
 
     /// When it began.
@@ -267,7 +282,7 @@ impl Drop for Count {
         let id = self.id.to_str().unwrap_or("");
         if let Some(trace) = &self.trace {
             trace.end(&trace::End {
-                scheme: if self.app.tls.is_some() { "https" } else { "http" },
+                scheme: self.app.scheme(),
                 outcome,
                 status: progress.status,
                 error: progress.error,

@@ -11,7 +11,7 @@ use crate::aborted;
 use crate::app::App;
 use crate::attempts::{Answer, Mode, Ready, Refusal, serve};
 use crate::body::ReplyBody;
-use crate::context::{Count, R3_TRANSPORT, REQUEST_ID, ROUTING_KEY, Shared, forwarded};
+use crate::context::{Count, R3_TRANSPORT, REQUEST_ID, ROUTING_KEY, Shared};
 use crate::errors::{Reply, error_reply};
 use crate::fanout;
 use crate::live::{Kept, Sub};
@@ -78,7 +78,7 @@ async fn run(app: &Arc<App>, head: Head, body: Bytes, count: &Arc<Count>) -> Res
     let shared = Arc::new(Shared {
         app: Arc::clone(app),
         route: head.route,
-        headers: forwarded(&head.headers),
+        headers: count.forwarded(&head.headers),
         client_auth,
         uri: head.uri,
         arrived: count.arrived(),

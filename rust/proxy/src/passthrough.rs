@@ -20,7 +20,7 @@ use crate::access::Counted;
 use crate::app::App;
 use crate::attempts::strip_hop_by_hop;
 use crate::body::ReplyBody;
-use crate::context::{Count, REQUEST_ID, forwarded};
+use crate::context::{Count, REQUEST_ID};
 use crate::control::broadcast;
 use crate::errors::{Reply, error_reply};
 use crate::info::no_workers;
@@ -89,7 +89,7 @@ async fn run(app: &Arc<App>, uri: &Uri, headers: &HeaderMap, body: Bytes, count:
     let mut call = Call {
         method: Method::POST,
         uri: if ranking.is_some() { Uri::from_static(rerank::ENGINE_PATH) } else { uri.clone() },
-        headers: forwarded(headers),
+        headers: count.forwarded(headers),
         pieces: Arc::from([body]),
     };
     // As with generation: where the router does not check clients itself, their key is the engines' business.

@@ -43,7 +43,7 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>, edge: Arc<Edge>) 
     let route = engine_route(request.uri().path());
     let counted = route.is_some() && request.method() == Method::POST;
     let id = (!counted).then(|| request_id(&app, route, request.headers()));
-    let line = id.as_ref().and_then(|id| Line::begin(&app, &request, id));
+    let line = id.as_ref().and_then(|id| Line::begin(&app, app.scheme(), &request, id));
     let mut reply = match app.cors.preflight(request.method(), request.headers()) {
         Some(reply) => reply,
         None => routed(&app, request, &edge).await,

@@ -37,7 +37,7 @@ const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 
 /// Answers one request of the admin listener.
 pub async fn answer(app: Arc<App>, request: Request<Incoming>, edge: Arc<Edge>) -> Reply {
     let id = request_id(&app, None, request.headers());
-    let line = Line::begin(&app, &request, &id);
+    let line = Line::begin(&app, "http", &request, &id);
     let mut reply = match routed(&app, request, &edge).await {
         Ok(reply) => reply,
         Err(error) => error_reply(&error),

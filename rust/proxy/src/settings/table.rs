@@ -244,12 +244,14 @@ settings! {
         prometheus_port: u16 = 29000; peer("29000"),
     }
     "Traces" => {
-        /// Send traces to an OpenTelemetry collector: a span for each generation or passed-through request under the client's `traceparent`,
-        /// with its wait, attempts and legs below it; engines get the leg's. Off, `traceparent` passes as it came.
+        /// Send traces to an OpenTelemetry collector: a span for each request under the client's `traceparent`; generation has its wait,
+        /// attempts and legs below it, and engines get the leg's. Off, `traceparent` passes as it came.
         enable_trace: bool = false; peer("False"),
         /// The collector. `HOST:PORT` is spoken to by OTLP over gRPC; one with a path, or with port 4318, by OTLP over HTTP. `https://` is TLS
         /// with the files of --ca-cert-paths and --client-cert-path. Read with --enable-trace only.
         otlp_traces_endpoint: String = "localhost:4317".to_owned(); peer("localhost:4317"),
+        /// Part of the traces that begin here that is recorded. A client with a `traceparent` decides itself. Read with --enable-trace only.
+        trace_ratio: f64 = 1.0; range(0.0, 1.0),
     }
     "Admin listener" => {
         /// Address of the admin listener: status page, live table, drain, findings, worker API and control, metrics. Beyond loopback it needs

@@ -25,7 +25,7 @@ use tokio::task::JoinHandle;
 pub use attempt::{Attempt, Leg};
 pub use endpoint::{Endpoint, Protocol};
 pub use place::Place;
-pub use request::{End, Request, Wait};
+pub use request::{End, Origin, Request, Wait};
 
 use crate::metrics::{Counters, SpanFate};
 use crate::settings::Settings;
@@ -111,6 +111,8 @@ pub struct Span {
 pub struct Traces {
     spans: mpsc::Sender<Span>,
     counts: Arc<Counts>,
+    /// Part of the traces that begin here that is recorded.
+    ratio: f64,
     closing: watch::Sender<bool>,
     sending: Mutex<Option<JoinHandle<()>>>,
 }
@@ -131,7 +133,8 @@ impl Traces {
     fn exporting(settings: &Settings, counts: &Arc<Counts>, tls: &Arc<ClientTls>) -> Result<Arc<Self>, Error> {
         let endpoint = Endpoint::parse(&settings.otlp_traces_endpoint)?;
         let exporter = Arc::new(export::Exporter::new(&endpoint, settings, tls)?);
-        Ok(Self::sending(counts, endpoint.to_string(), queue::PAUSE, move |spans| {
+        let ratio = settings.trace_ratio;
+        Ok(Self::sending(counts, ratio, endpoint.to_string(), queue::PAUSE, move |spans| {
             let exporter = Arc::clone(&exporter);
             async move { exporter.send(spans).await }
         }))
@@ -144,10 +147,11 @@ impl Traces {
         Err(error.advise("build it with the feature `otlp`, as the wheel is, or leave --enable-trace out"))
     }
 
-    /// Traces that `send` takes in batches after a `pause`; `to` names where they go.
+    /// Traces that `send` takes in batches after a `pause`, a part `ratio` of those that begin here; `to` names where they go.
     #[cfg(any(feature = "otlp", test))]
     fn sending<F>(
         counts: &Arc<Counts>,
+        ratio: f64,
         to: String,
         pause: Duration,
         send: impl Fn(Vec<Span>) -> F + Send + Sync + 'static,
@@ -158,7 +162,12 @@ impl Traces {
         let (spans, taken) = mpsc::channel(queue::ROOM);
         let (closing, closed) = watch::channel(false);
         let sending = tokio::spawn(queue::run(taken, closed, Arc::clone(counts), to, pause, send));
-        Arc::new(Self { spans, counts: Arc::clone(counts), closing, sending: Mutex::new(Some(sending)) })
+        Arc::new(Self { spans, counts: Arc::clone(counts), ratio, closing, sending: Mutex::new(Some(sending)) })
+    }
+
+    /// Where a request stands that `client` sent from there, or that begins a trace.
+    pub fn origin(&self, client: Option<Place>) -> Origin {
+        client.map_or_else(|| Origin::Here(Place::root(self.ratio)), Origin::Client)
     }
 
     fn take(&self, span: Span) {

@@ -24,9 +24,16 @@ pub struct Place {
 }
 
 impl Place {
-    /// A new trace.
-    pub fn root() -> Self {
-        Self { trace: rand::random::<u128>().max(1), span: new_span(), flags: KNOWN }
+    /// A new trace; a part `ratio` of them is sampled.
+    pub fn root(ratio: f64) -> Self {
+        // In [0, 1): a ratio of 1 is all of them, one of 0 is none.
+        let sampled = if rand::random::<f64>() < ratio { SAMPLED } else { 0 };
+        Self { trace: rand::random::<u128>().max(1), span: new_span(), flags: KNOWN & !SAMPLED | sampled }
+    }
+
+    /// Says in the headers of a call that it comes from here.
+    pub fn mark(self, headers: &mut HeaderMap) {
+        headers.insert(PARENT, self.header());
     }
 
     /// A new span of the same trace.
@@ -121,8 +128,13 @@ mod tests {
         let child = place.child();
         assert_eq!((child.trace, child.flags), (place.trace, place.flags));
         assert_ne!(child.span, place.span);
-        let root = Place::root();
-        assert_eq!(Place::parse(root.header().as_bytes()), Some(root));
+        for (ratio, sampled) in [(1.0, true), (0.0, false)] {
+            let root = Place::root(ratio);
+            assert_eq!(Place::parse(root.header().as_bytes()), Some(root));
+            assert_eq!(root.is_sampled(), sampled);
+        }
+        let some = (0..4000).filter(|_| Place::root(0.25).is_sampled()).count();
+        assert!((800..1200).contains(&some), "{some} of 4000");
     }
 
     #[test]

@@ -88,7 +88,7 @@ mod tests {
         Span {
             name: "s".into(),
             side: Side::Internal,
-            place: Place::root(),
+            place: Place::root(1.0),
             parent: 0,
             remote: false,
             began: at,
@@ -116,7 +116,7 @@ mod tests {
         let kept = Arc::clone(&batches);
         // Nothing but a full batch and the end makes them leave.
         let traces =
-            Traces::sending(&counts, "there".to_owned(), Duration::from_secs(3600), move |spans: Vec<Span>| {
+            Traces::sending(&counts, 1.0, "there".to_owned(), Duration::from_secs(3600), move |spans: Vec<Span>| {
                 kept.lock().push(spans.len());
                 async { Ok(()) }
             });
@@ -136,7 +136,7 @@ mod tests {
     async fn a_collector_that_hangs_costs_spans_and_no_more_than_the_queue() {
         let (counts, taken) = (Arc::new(Counts::default()), Arc::new(AtomicBool::new(false)));
         let told = Arc::clone(&taken);
-        let traces = Traces::sending(&counts, "there".to_owned(), Duration::from_secs(3600), move |_| {
+        let traces = Traces::sending(&counts, 1.0, "there".to_owned(), Duration::from_secs(3600), move |_| {
             told.store(true, Ordering::Relaxed);
             std::future::pending()
         });
@@ -156,7 +156,7 @@ mod tests {
     async fn what_cannot_be_sent_is_counted() {
         let counts = Arc::new(Counts::default());
         let refused = |_| async { Err("refused".to_owned()) };
-        let traces = Traces::sending(&counts, "there".to_owned(), Duration::ZERO, refused);
+        let traces = Traces::sending(&counts, 1.0, "there".to_owned(), Duration::ZERO, refused);
         for sent in 1..=5 {
             traces.take(span());
             until(|| counted(&counts)[2] == sent).await;

@@ -3,7 +3,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
-use http::HeaderMap;
+use http::{HeaderMap, Method};
 use r3router_core::error::Error;
 
 use super::place::{PARENT, STATE};
@@ -17,10 +17,30 @@ pub struct Request {
     place: Place,
     /// The client's span; 0 when the trace begins here.
     parent: u64,
+    method: Method,
     path: &'static str,
     began: Instant,
     /// The same on the clock that traces are in.
     began_at: SystemTime,
+}
+
+/// Where a request stands in a trace, which says whether it is recorded.
+#[derive(Clone, Copy, Debug)]
+pub enum Origin {
+    /// Below a span of the client's.
+    Client(Place),
+    /// Its trace begins here.
+    Here(Place),
+}
+
+impl Origin {
+    /// What engines must be told so that they do not record either, when a trace that begins here is not recorded.
+    pub fn unrecorded(self) -> Option<Place> {
+        match self {
+            Self::Here(place) if !place.is_sampled() => Some(place),
+            _ => None,
+        }
+    }
 }
 
 /// How a request ended.
@@ -47,16 +67,20 @@ pub struct End<'a> {
 }
 
 impl Request {
-    /// A request to `path` that came at `now` from where `client` stands. `None` when its trace is not recorded: the client's flag says so. Without a valid
-    /// place of the client's a trace begins here.
-    pub fn begin(traces: &Arc<Traces>, path: &'static str, client: Option<Place>, now: Instant) -> Option<Arc<Self>> {
-        let (place, parent) = match client {
-            Some(client) if !client.is_sampled() => return None,
-            Some(client) => (client.child(), client.span),
-            None => (Place::root(), 0),
+    /// A request to `path` that came at `now`. `None` when its trace is not recorded.
+    pub fn begin(
+        traces: &Arc<Traces>,
+        (method, path): (&Method, &'static str),
+        origin: Origin,
+        now: Instant,
+    ) -> Option<Arc<Self>> {
+        let (place, parent) = match origin {
+            Origin::Client(place) if place.is_sampled() => (place.child(), place.span),
+            Origin::Here(place) if place.is_sampled() => (place, 0),
+            _ => return None,
         };
-        let began_at = SystemTime::now() - now.elapsed();
-        Some(Arc::new(Self { traces: Arc::clone(traces), place, parent, path, began: now, began_at }))
+        let (traces, method, began_at) = (Arc::clone(traces), method.clone(), SystemTime::now() - now.elapsed());
+        Some(Arc::new(Self { traces, place, parent, method, path, began: now, began_at }))
     }
 
     /// Where its span stands.
@@ -111,17 +135,20 @@ impl Request {
     /// It has ended.
     pub fn end(&self, end: &End<'_>) {
         let mut attributes: Attributes = vec![
-            ("http.request.method", "POST".into()),
-            ("http.route", self.path.into()),
-            ("url.path", self.path.into()),
+            ("http.request.method", text(self.method.as_str())),
             ("url.scheme", end.scheme.into()),
             ("r3router.request.id", text(end.id)),
             ("r3router.outcome", end.outcome.name().into()),
-            ("r3router.attempts", u64::from(end.attempts).into()),
             ("http.response.body.size", end.bytes.into()),
         ];
+        if !self.path.is_empty() {
+            attributes.extend([("http.route", self.path.into()), ("url.path", self.path.into())]);
+        }
         if !end.rid.is_empty() {
             attributes.push(("r3router.rid", text(end.rid)));
+        }
+        if end.attempts > 0 {
+            attributes.push(("r3router.attempts", u64::from(end.attempts).into()));
         }
         if end.status > 0 {
             attributes.push(("http.response.status_code", u64::from(end.status).into()));
@@ -132,8 +159,12 @@ impl Request {
         if let Some(code) = end.error {
             attributes.push(("error.type", code.into()));
         }
-        let mut span =
-            self.span(format!("POST {}", self.path), (self.place.span, 0), (self.began, Instant::now()), attributes);
+        let mut span = self.span(
+            format!("{} {}", self.method, self.path).trim_end().to_owned(),
+            (self.place.span, 0),
+            (self.began, Instant::now()),
+            attributes,
+        );
         (span.parent, span.remote, span.side) = (self.parent, self.parent != 0, Side::Server);
         // A client's own mistake is no error of the server, as the conventions have it; a stream that broke after 200 is.
         let broke = matches!(
