@@ -292,10 +292,10 @@ BREAKS = [
     ),
     Break(
         "WRK-2",
-        "a refused connect leaves the engine in choice until a probe has seen it",
+        "a refused connect changes nothing until the next health check",
         "rust/proxy/src/app.rs",
-        "        self.gate.remove_worker(worker.id);\n        worker.suspect",
-        "        worker.suspect",
+        "        self.gate.remove_worker(worker.id);\n        worker.suspect.notify_one();",
+        "        let _ = worker;",
         at="tests/proxy/test_bad_days.py",
     ),
     Break(

@@ -87,7 +87,7 @@ fn end_generation(app: &App, worker: &Worker) {
     }
 }
 
-/// Asks until the engine answers. `None` when it was removed or given up.
+/// Asks until the engine answers: at last at a slow pace, since a person may mend what made it fail. `None` when it was removed.
 async fn find(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, old: Option<&Arc<Worker>>) -> Option<Found> {
     let began = Instant::now();
     let mut pause = FIRST_PAUSE;
@@ -123,9 +123,6 @@ async fn find(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, old: Option<
                 state.phase = Phase::Failed;
             }
         });
-        if late || never {
-            return None;
-        }
         if let Some(old) = old
             && matches!(failed, NotFound::Dead(_))
             && began.elapsed() > SILENT
@@ -133,11 +130,12 @@ async fn find(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, old: Option<
         {
             end_generation(app, old);
         }
+        let interval = app.settings.worker_startup_check_interval;
         tokio::select! {
-            () = tokio::time::sleep(pause) => {}
+            () = tokio::time::sleep(if late || never { interval } else { pause }) => {}
             () = entry.look.notified() => {}
         }
-        pause = (pause * 2).min(MAX_PAUSE).min(app.settings.worker_startup_check_interval);
+        pause = (pause * 2).min(MAX_PAUSE).min(interval);
     }
 }
 

@@ -30,7 +30,8 @@ pub enum Phase {
     Active,
     /// Was active, does not answer now; it is looked at until it comes back.
     Down,
-    /// Given up. Registering it again starts anew.
+    /// It is in the wrong mode, wants a key, is another one under a second name, or did not come up in time. It is looked at from time to
+    /// time; registering it again starts anew.
     Failed,
     /// Deleted.
     Removed,
@@ -211,7 +212,14 @@ impl Entry {
                 tracing::warn!(worker = url, role, from, to, why, "worker down; it is looked at until it answers");
             }
             (_, Phase::Failed) if before.phase != Phase::Failed => {
-                tracing::warn!(worker = url, role, from, to, why, "worker given up; register it again to try anew");
+                tracing::warn!(
+                    worker = url,
+                    role,
+                    from,
+                    to,
+                    why,
+                    "worker failed; it is looked at again every --worker-startup-check-interval"
+                );
             }
             (Phase::Down, Phase::Active) => {
                 tracing::warn!(worker = url, role, from, to, why, "worker up again, as a new generation");
@@ -267,7 +275,10 @@ impl Registry {
             if entry.phase() != Phase::Failed {
                 return Ok((Arc::clone(entry), false));
             }
-            entries.remove(at);
+            let failed = entries.remove(at);
+            // Its keeper still looks at it.
+            failed.change(|state| state.phase = Phase::Removed);
+            failed.look.notify_one();
         }
         let (phase, _) = watch::channel(Phase::Pending);
         let extra = registration.extra.clone();

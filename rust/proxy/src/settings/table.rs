@@ -32,9 +32,10 @@ settings! {
         dp_aware: bool = false; peer("False"); inert(),
         /// List one worker a rank, as `url@rank`, in `GET /workers`, for tools that expect it. Otherwise one an engine, with its ranks.
         list_ranks: bool = false,
-        /// How long a named engine may take to come up before the router gives it up.
+        /// How long an engine may take to come up before it counts as failed. It is still looked at.
         worker_startup_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("1800"); range(1.0, DAY),
-        /// Pause between looks at an engine that is not up yet.
+        /// Longest pause between looks at an engine that is not up yet, and the pause when it has failed: too late, in the wrong mode, without
+        /// its key.
         worker_startup_check_interval: Duration = Duration::from_secs(30); unit(Unit::Secs); peer("30"); range(0.01, DAY),
         /// Key sent to engines as `Authorization: Bearer`, when the client's own is not to be passed on.
         worker_api_key: Option<Secret> = None,
