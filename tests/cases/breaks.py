@@ -35,14 +35,14 @@ class Break:
     old: str
     new: str
     at: str = "tests/cases"
-    """Where its tests are."""
+    """Where its tests are, unless they are those of the routes."""
+    named: str = ""
+    """What the names of its tests have in them, where that is not the case."""
 
     @property
     def tests(self) -> str:
         """What the names of the case's tests have in them."""
-        if self.case.startswith("restart"):
-            return "restarts_by_overlap"
-        return f"test_{self.case.split()[0].lower().replace('-', '_')}_"
+        return self.named or f"test_{self.case.split()[0].lower().replace('-', '_')}_"
 
     @property
     def where(self) -> str:
@@ -345,14 +345,16 @@ BREAKS = [
         "            app.gate.set_held(true);",
         "            app.gate.set_held(false);",
         at="tests/proxy/test_overlap.py",
+        named="restarts_by_overlap",
     ),
     Break(
-        "restart sockets",
-        "the old router goes on to accept",
+        "restart queue",
+        "the old router says that it binds no more while its queue is full",
         "rust/proxy/src/handover.rs",
-        "    doors.set(false);",
-        "    doors.set(true);",
+        "        while app.gate.snapshot().queued > 0 {",
+        "        while app.gate.snapshot().queued > usize::MAX - 1 {",
         at="tests/proxy/test_overlap.py",
+        named="what_runs_and_waits",
     ),
 ]
 

@@ -76,7 +76,8 @@ async def test_every_route_writes_one_line(lab: Lab, at: At) -> None:
         ("GET", "/generate", "invalid"),
         ("DELETE", "/flush_cache", "invalid"),
         ("POST", "/v1/embeddings", "invalid"),
-        ("GET", "/r3/0123", "internal"),
+        ("GET", "/r3/0123", "invalid"),
+        ("POST", "/workers", "invalid"),
         ("POST", "/abort_request", "invalid"),
     ],
 )
@@ -88,8 +89,19 @@ async def test_what_is_no_generation_writes_one_line(lab: Lab, method: str, path
     assert (line["trace_id"], line["id"]) == (TRACE, got.header("x-request-id"))
     if outcome not in ("ok", "engine_rejected"):
         assert line["error"] == got.error()["code"]
-    if path != "/r3/0123":
-        assert line["outcome"] == outcome
+    assert line["outcome"] == outcome
+
+
+async def test_the_id_of_rows_is_written_in_part(lab: Lab) -> None:
+    _, router, client = await lab.serve("--log-json")
+    asked = {**GENERATE, "return_routed_experts": True, "return_outputs_via_store": True}
+    told = (await client.post("/generate", asked)).json()["meta_info"]["output_store_ref"]["handle"]["segments"][0]["uri"]
+    number = told.rsplit("/", 1)[1]
+    for path, status in ((f"/r3/{number}", 200), ("/r3/" + "é".encode().hex() * 9, 404), ("/r3/%C3%A9%C3%A9%C3%A9%C3%A9%C3%A9", 404)):
+        assert (await client.get(path)).status == status
+    _, *lines = await written(router, 4)
+    assert [line["path"] for line in lines] == [f"/r3/{number[:8]}...", "/r3/c3a9c3a9...", "/r3/%C3%A9%C..."]
+    assert number not in router.tail(1 << 24)
 
 
 async def test_health_checks_and_scrapes_write_none(lab: Lab) -> None:

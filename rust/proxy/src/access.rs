@@ -1,5 +1,6 @@
 //! The log line and the span of a request that is neither generation nor passed through: worker API, control, rows by reference, information, and what no
 //! route knows. Those two write their own (`context::Count`), so that every request has one line.
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -21,6 +22,17 @@ pub struct Counted;
 /// What is asked every few seconds for as long as the router lives: health checks, scrapes and the tables of watching people.
 const WATCHED: [&str; 7] =
     ["/health", "/liveness", "/readiness", "/ready", "/metrics", "/admin/ranks", "/admin/findings"];
+
+/// Most characters of the id of rows that are written: who has all of it has the rows.
+const SHOWN: usize = 8;
+
+/// A path as it is written.
+fn shown(path: &str) -> Cow<'_, str> {
+    match path.strip_prefix("/r3/").and_then(|id| id.get(..SHOWN)) {
+        Some(id) if path.len() > "/r3/".len() + SHOWN => Cow::Owned(format!("/r3/{id}...")),
+        _ => Cow::Borrowed(path),
+    }
+}
 
 /// A request that is being answered. Dropped before its end, its client has left.
 #[derive(Debug)]
@@ -152,7 +164,7 @@ impl Known {
             id = self.id.to_str().unwrap_or(""),
             method = self.method.as_str(),
             // Without the query, which may hold what is nobody's business.
-            path = self.uri.path(),
+            path = &*shown(self.uri.path()),
             route = "other",
             trace_id = self.place.map(|p| tracing::field::display(p.trace_id())),
             total_ms = self.began.elapsed().as_secs_f64() * 1e3,

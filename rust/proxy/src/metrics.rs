@@ -32,9 +32,9 @@ labels! {
     ClientOutcome {
         /// A whole reply with 2xx.
         Ok = "ok",
-        /// The body, a field or the size was wrong; nothing was dispatched.
+        /// The body, a field, the size or what was asked for was wrong; nothing was dispatched.
         Invalid = "invalid",
-        /// No or a wrong key.
+        /// No or a wrong key, or not from here.
         Unauthorized = "unauthorized",
         /// The queue was full or the router drained.
         Shed = "shed",
@@ -80,6 +80,10 @@ impl ClientOutcome {
             | Kind::TooLargeForFleet
             | Kind::R3Unsupported
             | Kind::R3ArenaTooSmall
+            | Kind::R3Unknown
+            | Kind::R3Expired
+            | Kind::R3Range
+            | Kind::WorkerRefused
             | Kind::NotFound
             | Kind::MethodNotAllowed => Self::Invalid,
             Kind::NoWorkers => Self::NoWorkers,
@@ -93,7 +97,7 @@ impl ClientOutcome {
             Kind::Connect | Kind::Reset | Kind::EngineFailed | Kind::EngineProtocol => Self::EngineFailed,
             Kind::R3Mismatch => Self::R3,
             Kind::R3Sink => Self::Sink,
-            Kind::Unauthorized => Self::Unauthorized,
+            Kind::Unauthorized | Kind::Forbidden | Kind::AdminOnly => Self::Unauthorized,
             _ => Self::Internal,
         }
     }
@@ -397,7 +401,16 @@ mod tests {
     use std::time::Duration;
 
     use super::{ClientOutcome, Metrics, Text};
+    use r3router_core::error::Kind;
     use r3router_core::wire::Route;
+
+    #[test]
+    fn nothing_that_a_client_did_is_a_fault_of_the_router() {
+        for kind in Kind::ALL {
+            let internal = ClientOutcome::of(*kind) == ClientOutcome::Internal;
+            assert_eq!(internal, *kind == Kind::Internal, "{}", kind.code());
+        }
+    }
 
     #[test]
     fn started_less_ended_is_live_and_label_values_are_escaped() {
