@@ -117,6 +117,22 @@ async def test_hlt_1_of_two_silent_engines_one_goes_and_the_last_of_a_role_stays
     await becomes(client, out[0].url, is_healthy=True)
 
 
+async def test_hlt_1_a_slow_engine_serves_again_once_the_other_of_its_role_is_dead(lab: Lab) -> None:
+    fleet, router, client = await lab.serve(*QUICK, decodes=2)
+    slow, other = fleet.decodes
+    slow.health_hangs_s = 25.0
+    await becomes(client, slow.url, is_healthy=False)
+    other.server.die()
+    await becomes(client, other.url, state="down")
+    await becomes(client, slow.url, is_healthy=True)
+    assert statuses(await asyncio.gather(*(client.generate(**GENERATE) for _ in range(10)))) == {200: 10}
+    assert len(slow.legs) == 10
+    assert "the last of its role that is left" in router.tail(1 << 24)
+    await other.server.listen()
+    # It is not the last any more, and still slow.
+    await becomes(client, slow.url, is_healthy=False)
+
+
 async def test_hlt_1_during_a_known_pause_missing_health_is_no_death(lab: Lab) -> None:
     fleet, router, client = await lab.serve(*QUICK, decodes=2)
     assert (await client.post("/pause_generation", {"mode": "retract"})).status == 200
@@ -128,7 +144,7 @@ async def test_hlt_1_during_a_known_pause_missing_health_is_no_death(lab: Lab) -
         engine.health_hangs_s = 0.0
     assert (await client.post("/continue_generation", {})).status == 200
     assert statuses(await asyncio.gather(*(client.generate(**GENERATE) for _ in range(10)))) == {200: 10}
-    changes = [line for line in router.tail(1 << 24).splitlines() if "worker unhealthy" in line or "worker healthy again" in line]
+    changes = [line for line in router.tail(1 << 24).splitlines() if "worker unhealthy" in line or "worker back in choice" in line]
     assert changes == [], "no flapping"
 
 

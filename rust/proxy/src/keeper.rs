@@ -219,6 +219,9 @@ async fn watch(app: &Arc<App>, entry: &Arc<Entry>, worker: &Arc<Worker>) -> Opti
             // A leg could not connect and has taken the worker out of choice: it is dead, or comes back as a new generation.
             return Some("a connect was refused".to_owned());
         }
+        if app.registry.reinstate(entry) {
+            app.gate.set_draining(worker.id, false);
+        }
         if facts.reports_load
             && let Err(dead) = poll_loads(app, worker, &mut facts, &mut offset, &mut gauges).await
         {

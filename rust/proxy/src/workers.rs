@@ -228,8 +228,7 @@ impl Entry {
                 tracing::warn!(worker = url, role, why, "worker does not answer yet");
             }
             (Phase::Active, Phase::Active) if before.ejected != after.ejected => {
-                let what =
-                    if after.ejected { "unhealthy, taken out of choice" } else { "healthy again, back in choice" };
+                let what = if after.ejected { "unhealthy, taken out of choice" } else { "back in choice" };
                 tracing::warn!(worker = url, role, why, "worker {what}");
             }
             (from_phase, to_phase) if from_phase != to_phase => {
@@ -338,17 +337,38 @@ impl Registry {
     }
 
     /// Takes a worker out of choice for slowness, unless it is the last of its role that is in. Says whether it did.
+    ///
+    /// The other one that it is compared with may go at the same moment for a reason that does not ask here (a refused connect, a person's
+    /// drain or removal), and later anyway: [`Registry::reinstate`] mends that.
     pub fn eject(&self, entry: &Entry, why: String) -> bool {
         // One at a time: two that look at each other at once would both go.
         let entries = self.entries.write();
-        let role = entry.registration.role;
-        let others = entries.iter().any(|e| e.id != entry.id && e.registration.role == role && e.in_choice());
-        others
+        others_in_choice(&entries, entry)
             && !entry.state().ejected
             && entry.change(|state| {
                 state.ejected = true;
                 state.message = why;
             })
+    }
+
+    /// Brings a worker that is out for slowness back when no other of its role is in choice any more: a slow one is better than none. Says
+    /// whether it did.
+    pub fn reinstate(&self, entry: &Entry) -> bool {
+        if !entry.state().ejected {
+            return false;
+        }
+        let entries = self.entries.write();
+        let mut done = false;
+        if !others_in_choice(&entries, entry) {
+            entry.change(|state| {
+                done = state.phase == Phase::Active && state.ejected;
+                if done {
+                    state.ejected = false;
+                    "still slow, and the last of its role that is left".clone_into(&mut state.message);
+                }
+            });
+        }
+        done
     }
 
     /// All entries, in the order of registration.
@@ -414,6 +434,11 @@ impl Registry {
     }
 }
 
+fn others_in_choice(entries: &[Arc<Entry>], entry: &Entry) -> bool {
+    let role = entry.registration.role;
+    entries.iter().any(|e| e.id != entry.id && e.registration.role == role && e.in_choice())
+}
+
 fn internal() -> Error {
     Error::new(Kind::Internal, Source::Router, "the worker list changed under its lock")
 }
@@ -428,98 +453,4 @@ fn new_id() -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::{Drained, Phase, Registration, Registry, new_id};
-    use crate::address::Address;
-    use r3router_core::topology::Role;
-
-    fn registration(url: &str, role: Role) -> Registration {
-        Registration {
-            address: Address::parse(url).unwrap(),
-            shown: url.into(),
-            role,
-            bootstrap_port: None,
-            key: crate::worker::Key::default(),
-            health_checks: true,
-            extra: serde_json::Map::new(),
-        }
-    }
-
-    #[test]
-    fn one_engine_in_two_spellings_is_one_entry_and_another_role_is_a_conflict() {
-        let registry = Registry::default();
-        let (first, new) = registry.add(registration("http://[::1]:9001", Role::Decode)).unwrap();
-        assert!(new);
-        let (second, new) = registry.add(registration("HTTP://[0:0:0:0:0:0:0:1]:9001/", Role::Decode)).unwrap();
-        assert!(!new);
-        assert_eq!(first.id, second.id);
-        assert_eq!(registry.find("http://[::1]:9001/").unwrap().id, first.id);
-        assert_eq!(registry.find(&first.id).unwrap().id, first.id);
-        let error = registry.add(registration("http://[::1]:9001", Role::Prefill)).unwrap_err();
-        assert_eq!((error.http_status(), error.kind.code()), (409, "worker_conflict"));
-        assert_eq!(registry.all().len(), 1);
-    }
-
-    #[test]
-    fn removal_is_final_and_a_failed_entry_starts_anew() {
-        let registry = Registry::default();
-        let (entry, _) = registry.add(registration("http://d:1", Role::Decode)).unwrap();
-        assert!(entry.change(|s| s.phase = Phase::Failed));
-        let (again, new) = registry.add(registration("http://d:1", Role::Decode)).unwrap();
-        assert!(new && again.id != entry.id && again.phase() == Phase::Pending);
-        registry.remove(&again);
-        assert!(!again.change(|s| s.phase = Phase::Active));
-        assert_eq!(again.phase(), Phase::Removed);
-        assert!(registry.all().is_empty());
-    }
-
-    #[test]
-    fn a_fleet_without_a_healthy_engine_says_what_each_last_met() {
-        use r3router_core::error::{Error, Kind, Source};
-        let registry = Registry::default();
-        let asked = || {
-            let error = Error::new(Kind::NoWorkers, Source::Router, "no decode worker is registered");
-            registry.explain(&[Role::Prefill, Role::Decode], error)
-        };
-        assert_eq!(asked().message, "no decode worker is registered");
-        for at in 0..6 {
-            let (entry, _) = registry.add(registration(&format!("http://d:{}", at + 1), Role::Decode)).unwrap();
-            entry.change(|s| {
-                s.phase = Phase::Down;
-                s.message = format!("refused {}", "x".repeat(1000));
-            });
-        }
-        let error = asked();
-        assert!(
-            error.message.starts_with("6 decode registered, 0 healthy: http://d:1 is down (refused xxx"),
-            "{error}"
-        );
-        assert!(error.message.ends_with("; and 2 more") && error.message.len() < 1000, "{error}");
-        assert_eq!((error.limit, error.measured, error.http_status()), (Some(1.0), Some(0.0), 503));
-        registry.all()[5].change(|s| s.phase = Phase::Active);
-        assert_eq!(asked().message, "no decode worker is registered", "one is healthy, so that was not the reason");
-    }
-
-    #[test]
-    fn a_rank_comes_back_out_of_a_drained_worker_and_the_rest_stay_out() {
-        let mut drained = Drained::default();
-        drained.set(None, true, 4);
-        assert_eq!(drained.of(4), [0, 1, 2, 3]);
-        assert_eq!(drained.of(8).len(), 8, "all, however many there are after a restart");
-        drained.set(Some(2), false, 4);
-        assert_eq!(drained.of(4), [0, 1, 3]);
-        drained.set(Some(2), true, 4);
-        assert_eq!(drained.of(4), [0, 1, 2, 3]);
-        drained.set(None, false, 4);
-        assert_eq!(drained, Drained::default());
-    }
-
-    #[test]
-    fn ids_have_the_shape_of_a_uuid() {
-        let id = new_id();
-        assert_eq!(id.len(), 36);
-        assert_eq!(id.chars().filter(|c| *c == '-').count(), 4);
-        assert_eq!(id.as_bytes()[14], b'4');
-        assert_ne!(new_id(), id);
-    }
-}
+mod tests;
