@@ -1,8 +1,9 @@
 //! The admission behind one mutex, for async callers: a request waits for its grant without polling, and whoever changes the
 //! state hands out what became possible.
 use std::collections::HashMap;
+use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -51,6 +52,12 @@ pub struct Gate {
     /// Told when a dropped permit or an earlier deadline needs the timer task.
     wake: Arc<Notify>,
     paused: AtomicBool,
+    /// Told when a pause ends.
+    opened: Notify,
+    /// Calls that wait for that and are not in the queue.
+    outside: AtomicUsize,
+    /// Most of them.
+    outside_most: usize,
     /// Nanoseconds of pauses that are over.
     paused_ns: AtomicU64,
 }
@@ -114,6 +121,7 @@ impl Gate {
     pub fn new(config: AdmissionConfig, clock: Clock) -> Arc<Self> {
         let wake = Arc::new(Notify::new());
         let told = Arc::clone(&wake);
+        let outside_most = config.queue_max_requests;
         let admission = Admission::new(config, Box::new(move || told.notify_one()));
         Arc::new(Self {
             inner: Mutex::new(Inner {
@@ -128,6 +136,9 @@ impl Gate {
             clock,
             wake,
             paused: AtomicBool::new(false),
+            opened: Notify::new(),
+            outside: AtomicUsize::new(0),
+            outside_most,
             paused_ns: AtomicU64::new(0),
         })
     }
@@ -303,6 +314,41 @@ impl Gate {
                 _ => {}
             }
         });
+        if !paused {
+            self.opened.notify_waiters();
+        }
+    }
+
+    /// Waits while rollout control has the gate closed, for calls that need nothing else of the admission.
+    ///
+    /// # Errors
+    /// `QueueFull` when as many of them wait as may be in the queue.
+    pub async fn open(&self) -> Result<(), Error> {
+        if !self.is_paused() {
+            return Ok(());
+        }
+        let place = Outside::new(self);
+        if place.number > self.outside_most {
+            let (most, wait) = (self.outside_most as f64, Duration::from_secs(1));
+            let message = "the fleet is paused, and as many calls wait for its end as --queue-size allows";
+            return Err(Error::new(Kind::QueueFull, Source::Router, message)
+                .with_limit(most, place.number as f64)
+                .retry_after(wait));
+        }
+        loop {
+            let mut opened = pin!(self.opened.notified());
+            // Before the look, so that an end of the pause between the two is not missed.
+            opened.as_mut().enable();
+            if !self.is_paused() {
+                return Ok(());
+            }
+            opened.await;
+        }
+    }
+
+    /// Calls that wait in [`Gate::open`].
+    pub fn waiting_outside(&self) -> usize {
+        self.outside.load(Ordering::Relaxed)
     }
 
     /// Whether the gate is closed by rollout control.
@@ -352,6 +398,24 @@ fn earlier(before: Option<Moment>, after: Option<Moment>) -> bool {
         (_, None) => false,
         (None, Some(_)) => true,
         (Some(before), Some(after)) => after < before,
+    }
+}
+
+/// A call that waits for the end of a pause; dropped, it leaves.
+struct Outside<'a> {
+    gate: &'a Gate,
+    number: usize,
+}
+
+impl<'a> Outside<'a> {
+    fn new(gate: &'a Gate) -> Self {
+        Self { gate, number: gate.outside.fetch_add(1, Ordering::Relaxed) + 1 }
+    }
+}
+
+impl Drop for Outside<'_> {
+    fn drop(&mut self) {
+        self.gate.outside.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

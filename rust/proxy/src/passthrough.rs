@@ -1,11 +1,12 @@
 //! Calls that one engine serves by itself and that hold no KV beyond their end: embeddings, scores, ranks, responses, tokens. The body goes
-//! as it came and the reply comes as it is, piece by piece; admission is not asked.
-use std::future::Future;
-use std::pin::Pin;
+//! as it came and the reply comes as it is, piece by piece; admission is not asked for a place. What makes a model work waits while rollout
+//! control has the fleet paused, as generation does, and its time limit stands still.
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::Instant;
 
 use bytes::Bytes;
 use http::{HeaderMap, Method, Uri, header};
@@ -14,9 +15,9 @@ use r3router_core::error::{Error, Kind, Source};
 use r3router_core::topology::Role;
 use serde::de::IgnoredAny;
 use serde_json::Value;
-use tokio::time::{Sleep, timeout_at};
 
 use crate::access::Counted;
+use crate::admit::Gate;
 use crate::app::App;
 use crate::attempts::strip_hop_by_hop;
 use crate::body::ReplyBody;
@@ -27,6 +28,7 @@ use crate::info::no_workers;
 use crate::leg::{LegBody, fault_error};
 use crate::metrics::LegResult;
 use crate::relay::ClientBody;
+use crate::timer::Timer;
 use crate::trace;
 use crate::upstream::{Call, Fault};
 use crate::worker::Worker;
@@ -98,9 +100,14 @@ async fn run(app: &Arc<App>, uri: &Uri, headers: &HeaderMap, body: Bytes, count:
     {
         call.headers.insert(header::AUTHORIZATION, key.clone());
     }
-    count.dispatched(Duration::ZERO);
+    let timer = Timer::of_request(&app.gate, count.arrived(), app.settings.request_timeout_secs);
+    let queued = Instant::now();
+    if REGULAR_ONLY.contains(&path) {
+        app.gate.open().await?;
+    }
+    count.dispatched(queued.elapsed());
     let named = target::workers(app, headers)?;
-    let mut passed = sent(app, &call, count, named).await?;
+    let mut passed = sent(app, &call, count, named, timer).await?;
     let status = passed.body.status();
     let mut reply_headers = std::mem::take(passed.body.headers_mut());
     strip_hop_by_hop(&mut reply_headers);
@@ -116,10 +123,15 @@ async fn run(app: &Arc<App>, uri: &Uri, headers: &HeaderMap, body: Bytes, count:
 }
 
 /// Sends to one engine after the other until one can be reached: of those that the client named, or of all.
-async fn sent(app: &Arc<App>, call: &Call, count: &Count, named: Vec<Arc<Worker>>) -> Result<Passed, Error> {
+async fn sent(
+    app: &Arc<App>,
+    call: &Call,
+    count: &Count,
+    named: Vec<Arc<Worker>>,
+    mut timer: Timer,
+) -> Result<Passed, Error> {
     let mut workers = if named.is_empty() { app.registry.active() } else { named };
     workers.sort_by_key(|w| (w.role == Role::Decode, w.open.load(Ordering::Relaxed)));
-    let deadline = count.arrived() + app.settings.request_timeout_secs;
     let mut last = no_workers(app, "any");
     let mut number = 0;
     for worker in workers.into_iter().take(app.settings.attempts() as usize) {
@@ -130,7 +142,15 @@ async fn sent(app: &Arc<App>, call: &Call, count: &Count, named: Vec<Arc<Worker>
             span.mark(request, &mut call.headers);
             span.sends(call.pieces.iter().map(|p| p.len() as u64).sum());
         }
-        match timeout_at(deadline.into(), worker.pool.send(&call)).await {
+        let reply = {
+            let mut reply = pin!(worker.pool.send(&call));
+            poll_fn(|cx| match reply.as_mut().poll(cx) {
+                Poll::Ready(reply) => Poll::Ready(Ok(reply)),
+                Poll::Pending => timer.poll(cx, &app.gate, || true).map(Err),
+            })
+            .await
+        };
+        match reply {
             Ok(Ok(exchange)) => {
                 leg.result = match exchange.head.status.as_u16() {
                     500.. => LegResult::Server,
@@ -139,7 +159,7 @@ async fn sent(app: &Arc<App>, call: &Call, count: &Count, named: Vec<Arc<Worker>
                 };
                 let span = leg.span.as_ref().map(|(_, span)| Arc::clone(span));
                 let body = LegBody::new(exchange, worker, app.clock).traced(span);
-                return Ok(Passed { body, leg, over: Box::pin(tokio::time::sleep_until(deadline.into())) });
+                return Ok(Passed { body, leg, gate: Arc::clone(&app.gate), timer });
             }
             Ok(Err(fault)) => {
                 last = fault_error(worker.role, &worker.url, &fault);
@@ -151,20 +171,13 @@ async fn sent(app: &Arc<App>, call: &Call, count: &Count, named: Vec<Arc<Worker>
                 leg.result = LegResult::Connect;
                 app.suspect(&worker);
             }
-            Err(_) => {
+            Err(overdue) => {
                 leg.result = LegResult::Deadline;
-                return Err(overdue(app, &worker));
+                return Err(overdue.at_worker(&*worker.url));
             }
         }
     }
     Err(last)
-}
-
-fn overdue(app: &App, worker: &Worker) -> Error {
-    let limit = app.settings.request_timeout_secs.as_secs_f64();
-    Error::new(Kind::RequestTimeout, Source::Router, "no whole answer within --request-timeout-secs")
-        .with_limit(limit, limit)
-        .at_worker(&*worker.url)
 }
 
 /// Counts a call that is open on an engine.
@@ -200,7 +213,8 @@ impl Drop for Leg {
 struct Passed {
     body: LegBody,
     leg: Leg,
-    over: Pin<Box<Sleep>>,
+    gate: Arc<Gate>,
+    timer: Timer,
 }
 
 impl Passed {
@@ -220,9 +234,9 @@ impl Body for Passed {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         let name = Arc::clone(&self.leg.worker.url);
-        if self.over.as_mut().poll(cx).is_ready() {
+        let gate = Arc::clone(&self.gate);
+        if let Poll::Ready(error) = self.timer.poll(cx, &gate, || true) {
             self.leg.result = LegResult::Deadline;
-            let error = Error::new(Kind::RequestTimeout, Source::Router, "the reply was not whole in time");
             return Poll::Ready(Some(Err(error.at_worker(&*name))));
         }
         match std::task::ready!(self.body.poll_piece(cx)) {

@@ -38,6 +38,11 @@ impl Timer {
         }
     }
 
+    /// A timer for a request as a whole, that came at `arrived`. What it is polled with must say that all is delivered.
+    pub fn of_request(gate: &Gate, arrived: Instant, limit: Duration) -> Self {
+        Self::new(gate, limit, arrived + limit, limit)
+    }
+
     /// Ready with the limit that was passed. `delivered` is asked when the delivery limit is due.
     pub fn poll(&mut self, cx: &mut Context<'_>, gate: &Gate, delivered: impl Fn() -> bool) -> Poll<Error> {
         while self.sleep.as_mut().poll(cx).is_ready() {
@@ -51,7 +56,7 @@ impl Timer {
                         self.request_limit,
                         self.request_limit + now.duration_since(request_at),
                     )
-                    .advise("raise --request-timeout-secs, or ask for fewer tokens"),
+                    .advise("raise --request-timeout-secs, or ask for less at once"),
                 );
             }
             let delivery_at = self.delivery_at + paused;

@@ -5,8 +5,12 @@ mod common;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::{Act, Engine, Running, Seen, decode_reply, pd, prefill_reply, reply, run, until};
+use common::{
+    Act, Engine, Running, Seen, chunk, decode_reply, pd, prefill_reply, regular, reply, run, sse_head, until,
+};
 use r3router_proxy::control::BROADCAST;
+use r3router_proxy::passthrough::{ANY_ENGINE, REGULAR_ONLY};
+use r3router_proxy::settings::Settings;
 use r3router_proxy::workers::Phase;
 use serde_json::{Value, json};
 
@@ -241,6 +245,117 @@ fn no_limit_of_a_request_runs_while_the_fleet_is_paused() {
         let got = running.reply().await;
         assert_eq!((got.status, got.code().as_str()), (504, "delivery_timeout"), "{}", got.text());
         assert_eq!(router.post("/generate", BODY).await.status, 200);
+        router.stop().await;
+    });
+}
+
+/// Answers a route that one regular engine serves by itself, once a text can be found by.
+fn alone(seen: &Seen) -> Act {
+    match seen.path.split('?').next().unwrap_or_default() {
+        path if REGULAR_ONLY.contains(&path) || ANY_ENGINE.contains(&path) => Act::Send(reply(200, "{\"by\":1}")),
+        path if BROADCAST.contains(&path) => fine(seen),
+        _ => Act::Hold,
+    }
+}
+
+#[test]
+fn what_one_engine_serves_waits_for_the_end_of_a_pause_unless_no_model_is_needed_for_it() {
+    run(async {
+        let engine = Engine::start(alone).await;
+        let router = Running::start(regular(&[&engine])).await;
+        for (close, open) in
+            [("/pause_generation", "/continue_generation"), ("/release_memory_occupation", "/resume_memory_occupation")]
+        {
+            let before: Vec<usize> = REGULAR_ONLY.iter().map(|path| engine.seen(path).len()).collect();
+            assert_eq!(router.post(close, "{}").await.status, 200);
+            let mut waiting = Vec::new();
+            for path in REGULAR_ONLY {
+                let mut client = router.client().await;
+                client.send_post(path, r#"{"input":"a"}"#).await;
+                waiting.push(client);
+            }
+            until("all wait", || router.app.gate.waiting_outside() == REGULAR_ONLY.len()).await;
+            for path in ANY_ENGINE {
+                assert_eq!(router.post(path, r#"{"text":"a"}"#).await.status, 200, "{path} needs no model");
+            }
+            for (path, before) in REGULAR_ONLY.iter().zip(&before) {
+                assert_eq!(engine.seen(path).len(), *before, "{path} reached a paused engine");
+            }
+            // One whose client leaves is not sent afterwards.
+            drop(waiting.pop());
+            until("it has left", || router.app.gate.waiting_outside() == REGULAR_ONLY.len() - 1).await;
+            assert_eq!(router.post(open, "{}").await.status, 200);
+            for (client, path) in waiting.iter_mut().zip(REGULAR_ONLY) {
+                assert_eq!(client.reply().await.status, 200, "{path}");
+            }
+            let after: Vec<usize> = REGULAR_ONLY.iter().map(|path| engine.seen(path).len()).collect();
+            assert_eq!(after.iter().sum::<usize>(), before.iter().sum::<usize>() + REGULAR_ONLY.len() - 1);
+            assert_eq!(router.app.gate.waiting_outside(), 0);
+        }
+        router.zero().await;
+        router.stop().await;
+    });
+}
+
+#[test]
+fn no_more_calls_wait_for_the_end_of_a_pause_than_the_queue_may_hold() {
+    run(async {
+        let engine = Engine::start(alone).await;
+        let router = Running::start(Settings { queue_size: 1, ..regular(&[&engine]) }).await;
+        assert_eq!(router.post("/pause_generation", "{}").await.status, 200);
+        let mut first = router.client().await;
+        first.send_post("/v1/embeddings", "{}").await;
+        until("it waits", || router.app.gate.waiting_outside() == 1).await;
+        let got = router.post("/v1/embeddings", "{}").await;
+        assert_eq!((got.status, got.code().as_str()), (429, "queue_full"), "{}", got.text());
+        assert_eq!(got.json()["error"]["limit"], 1.0);
+        assert_eq!(router.post("/continue_generation", "{}").await.status, 200);
+        assert_eq!(first.reply().await.status, 200);
+        router.stop().await;
+    });
+}
+
+#[test]
+fn the_limit_of_what_one_engine_serves_stands_still_while_the_fleet_is_paused() {
+    run(async {
+        // One has not begun to answer when the pause comes, one is half answered, one comes while it lasts.
+        let engine = Engine::start(|seen: &Seen| match seen.path.as_str() {
+            "/v1/embeddings" => Act::Paced(vec![(Duration::from_millis(2500), reply(200, "{}"))]),
+            "/v1/responses" => Act::Paced(vec![
+                (Duration::ZERO, sse_head()),
+                (Duration::ZERO, chunk(b"data: 1\n\n")),
+                (Duration::from_millis(2500), chunk(b"data: [DONE]\n\n")),
+                (Duration::ZERO, chunk(b"")),
+            ]),
+            "/v1/score" => Act::Paced(vec![(Duration::from_secs(60), Vec::new())]),
+            _ => alone(seen),
+        })
+        .await;
+        let limit = Duration::from_millis(1500);
+        let router = Running::start(Settings { request_timeout_secs: limit, ..regular(&[&engine]) }).await;
+        let mut calls = Vec::new();
+        for path in ["/v1/embeddings", "/v1/responses"] {
+            let mut client = router.client().await;
+            client.send_post(path, r#"{"input":"a"}"#).await;
+            until("it has it", || engine.seen(path).len() == 1).await;
+            calls.push(client);
+        }
+        assert_eq!(router.post("/pause_generation", "{}").await.status, 200);
+        let mut waiting = router.client().await;
+        waiting.send_post("/v1/classify", "{}").await;
+        until("it waits", || router.app.gate.waiting_outside() == 1).await;
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        assert_eq!(router.post("/continue_generation", "{}").await.status, 200);
+        assert_eq!(waiting.reply().await.status, 200);
+        let plain = calls[0].reply().await;
+        assert_eq!((plain.status, plain.text().as_str()), (200, "{}"));
+        let stream = calls[1].reply().await;
+        assert_eq!((stream.status, stream.text().as_str()), (200, "data: 1\n\ndata: [DONE]\n\n"));
+        // Without a pause the limit holds.
+        let got = router.post("/v1/score", "{}").await;
+        assert_eq!((got.status, got.code().as_str()), (504, "request_timeout"), "{}", got.text());
+        assert_eq!(got.json()["error"]["limit"], 1.5);
+        router.zero().await;
         router.stop().await;
     });
 }
