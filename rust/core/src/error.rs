@@ -93,6 +93,8 @@ kinds! {
     R3Unsupported = "r3_unsupported", 501;
     /// The R3 arena cannot ever hold the request.
     R3ArenaTooSmall = "r3_arena_too_small", 400;
+    /// The directory for rows that are named by reference cannot be used; the message says which and why.
+    R3StoreFailed = "r3_store_failed", 500;
     /// The process behind `--r3-sink` did not take the rows of a reply.
     R3Sink = "r3_sink_failed", 502;
     /// There are no rows under this id.

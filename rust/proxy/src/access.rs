@@ -91,7 +91,7 @@ impl Line {
         let path = request.uri().path();
         let reads = matches!(*request.method(), Method::GET | Method::HEAD);
         let watched = reads && WATCHED.contains(&path);
-        if watched || (app.handover.successor().is_some() && !pass::own(path)) {
+        if watched || (app.handover.successor().is_some() && !pass::own(app, path)) {
             return None;
         }
         let (began, client) = (Instant::now(), Place::of(request.headers()));

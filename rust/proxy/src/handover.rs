@@ -9,12 +9,15 @@
 //!
 //! The conversation, line by line:
 //! ```text
-//! old: {"workers": […]}   with the sockets attached
+//! old: {"workers": […], "stores": […]}   with the sockets attached
 //! new: take PORT           it is ready; PORT of the loopback takes what still reaches the old one
 //! old: taken               it has stopped to accept and passes on what comes on connections that it has
 //! old: released            its queue is empty
 //! ```
 //! When the conversation breaks before `taken` the old router goes on as if nothing had been.
+//!
+//! `stores` are the directories of rows that clients were named references to. They stay where they are; the new router answers for what is
+//! in them, and for what the old one still puts there: see [`crate::store`].
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -39,6 +42,7 @@ use tokio::sync::watch;
 use crate::address::Address;
 use crate::app::{App, CONNECT};
 use crate::registration;
+use crate::store::Bequest;
 use crate::upstream::Pool;
 use crate::workers::{Phase, role_name};
 
@@ -87,6 +91,7 @@ pub struct Sockets {
 #[derive(Debug)]
 pub struct Taking {
     workers: Vec<Value>,
+    stores: Vec<Bequest>,
     reader: BufReader<OwnedReadHalf>,
     writer: OwnedWriteHalf,
 }
@@ -155,9 +160,15 @@ pub async fn ask(path: &Path) -> io::Result<Option<(Sockets, Taking)>> {
     });
     let main = sockets.next().ok_or_else(|| bad("no socket came"))??;
     let metrics = sockets.next().transpose()?;
-    let workers = hello.get("workers").and_then(Value::as_array).cloned().unwrap_or_default();
+    let list = |name: &str| hello.get(name).and_then(Value::as_array).cloned().unwrap_or_default();
+    let bequest = |store: &Value| {
+        let path = store.get("path")?.as_str()?.into();
+        Some(Bequest { path, spilled: store.get("spilled").and_then(Value::as_bool).unwrap_or(false) })
+    };
+    let stores = list("stores").iter().filter_map(bequest).collect();
     let (reader, writer) = stream.into_split();
-    Ok(Some((Sockets { main, metrics }, Taking { workers, reader: BufReader::new(reader), writer })))
+    let taking = Taking { workers: list("workers"), stores, reader: BufReader::new(reader), writer };
+    Ok(Some((Sockets { main, metrics }, taking)))
 }
 
 fn receive(from: BorrowedFd<'_>, tile: &mut [u8], sockets: &mut Vec<OwnedFd>) -> io::Result<usize> {
@@ -189,8 +200,9 @@ async fn line(reader: &mut BufReader<OwnedReadHalf>) -> io::Result<String> {
 }
 
 impl Taking {
-    /// Registers the engines that were registered there while it ran and are not here yet.
-    pub fn register(&self, app: &Arc<App>) {
+    /// Takes what was there while it ran: engines that were registered and are not here yet, and the rows of references.
+    pub fn inherit(&mut self, app: &Arc<App>) {
+        app.store.take_over(std::mem::take(&mut self.stores));
         for worker in &self.workers {
             if let Err(error) = registration::again(app, worker) {
                 tracing::warn!(%error, "an engine of the router before this one cannot be registered");
@@ -203,7 +215,11 @@ impl Taking {
     /// # Errors
     /// When the old router ends or does not follow. It accepts no more then, or is gone.
     pub async fn take(&mut self, app: &Arc<App>, port: u16) -> io::Result<()> {
-        reports(app, None).await;
+        tokio::select! {
+            () = reports(app, None) => {}
+            // Nothing is to be said yet, so that this is its end: nobody else answers now.
+            _ = line(&mut self.reader) => return Err(bad("it has ended")),
+        }
         self.writer.write_all(format!("take {port}\n").as_bytes()).await?;
         // It may take as long as a pause of the fleet does.
         match line(&mut self.reader).await?.as_str() {
@@ -270,7 +286,7 @@ impl Doors {
 /// # Errors
 /// When it cannot listen at `path`.
 pub async fn offer(app: &Arc<App>, path: &Path, sockets: &[OwnedFd], doors: &Doors) -> io::Result<Given> {
-    let listener = bind(path)?;
+    let (mut listener, mut at) = bind(path)?;
     loop {
         let (stream, _) = listener.accept().await?;
         match hand_over(app, stream, sockets, doors).await {
@@ -281,25 +297,40 @@ pub async fn offer(app: &Arc<App>, path: &Path, sockets: &[OwnedFd], doors: &Doo
                 app.drain.stop();
                 doors.set(true);
                 tracing::warn!(%error, "a new router asked for this one's sockets and did not take over");
+                // It may have begun to offer them itself before it died.
+                if place(path).ok() != Some(at) {
+                    (listener, at) = bind(path)?;
+                }
             }
         }
     }
 }
 
+/// What is at `path`: device and inode.
+fn place(path: &Path) -> io::Result<(u64, u64)> {
+    use std::os::unix::fs::MetadataExt;
+    let found = std::fs::symlink_metadata(path)?;
+    Ok((found.dev(), found.ino()))
+}
+
 /// A listening socket at `path` that nobody else may connect to, in place of what was there.
-fn bind(path: &Path) -> io::Result<UnixListener> {
+fn bind(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     use std::os::unix::fs::PermissionsExt;
     let new = path.with_extension(format!("{}", std::process::id()));
     let _ = std::fs::remove_file(&new);
     let listener = UnixListener::bind(&new)?;
     std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600))?;
+    let at = place(&new)?;
     std::fs::rename(&new, path)?;
-    Ok(listener)
+    Ok((listener, at))
 }
 
 async fn hand_over(app: &Arc<App>, stream: UnixStream, sockets: &[OwnedFd], doors: &Doors) -> io::Result<Given> {
     let workers: Vec<Value> = if app.settings.service_discovery { Vec::new() } else { known(app) };
-    let hello = format!("{}\n", json!({ "workers": workers })).into_bytes();
+    // A path that is no text is the other router's loss, which its log says.
+    let store = |b: Bequest| json!({ "path": b.path.to_string_lossy(), "spilled": b.spilled });
+    let stores: Vec<Value> = app.store.bequests().into_iter().map(store).collect();
+    let hello = format!("{}\n", json!({ "workers": workers, "stores": stores })).into_bytes();
     let fds: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
     let sent = stream.async_io(Interest::WRITABLE, || send(stream.as_fd(), &hello, &fds)).await?;
     let (reader, mut writer) = stream.into_split();

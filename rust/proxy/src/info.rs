@@ -277,11 +277,14 @@ fn write_admission(app: &App, text: &mut Text) {
         ("unsent", &ends.unsent),
         ("spilled", &ends.spilled),
         ("recovered", &ends.recovered),
+        ("inherited", &ends.inherited),
+        ("lost", &ends.lost),
     ];
     text.head(
         "r3router_r3_objects_total",
         "Objects made, and how they ended: deleted by the client, expired read or unread, their reply unsent. Spilled: written to disk. \
-         Recovered: directories of dead routers removed at start.",
+         Recovered: directories of dead routers removed at start. Inherited: made by a router that this one took over from. Lost: their files \
+         were removed by somebody else, in a restart by overlap the other router.",
         "counter",
     );
     for (event, count) in by_end {

@@ -1,5 +1,6 @@
 //! `GET`, `HEAD` and `DELETE /r3/{id}`: rows that a reply named by reference.
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -31,7 +32,7 @@ pub fn handle(app: &Arc<App>, method: &Method, uri: &Uri, headers: &HeaderMap, t
     let absent = |why: Absent| {
         match why {
         Absent::Unknown => Error::new(Kind::R3Unknown, Source::Client, format!("there are no rows under {text}"))
-            .advise("rows live in the router that wrote the reference; a router that was restarted has none of the old ones"),
+            .advise("rows live in the router that wrote the reference, and in one that took over from it by --handover-socket; after any other restart there are none of the old ones"),
         Absent::Deleted => Error::new(Kind::R3Deleted, Source::Client, format!("the rows of {text} were deleted"))
             .advise("whoever has read them last deletes them; make the sample again, or delete later"),
         Absent::Expired => {
@@ -56,9 +57,20 @@ pub fn handle(app: &Arc<App>, method: &Method, uri: &Uri, headers: &HeaderMap, t
                 Ok(view) => view,
                 Err(error) => return Ok(refused(&error, &object.meta, uri.query())),
             };
-            let mut reply = read(&object, view, *method == Method::HEAD).map_err(|e| {
-                Error::new(Kind::R3Expired, Source::Router, format!("the file of {text} cannot be read: {e}"))
-            })?;
+            let mut reply = match read(&object, view, *method == Method::HEAD) {
+                Ok(reply) => reply,
+                // Another router, after a restart by overlap, or a person.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                    app.store.forget(id);
+                    return Err(absent(Absent::Deleted));
+                }
+                Err(e) => {
+                    let (path, advice) =
+                        (object.path.display(), "see why it cannot be; limits of open files count too");
+                    let message = format!("the rows of {text} are in {path}, which cannot be opened: {e}");
+                    return Err(Error::new(Kind::R3StoreFailed, Source::Router, message).advise(advice));
+                }
+            };
             if *method == Method::GET {
                 app.metrics.r3_fetched.fetch_add(1, Ordering::Relaxed);
             }

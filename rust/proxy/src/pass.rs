@@ -15,11 +15,17 @@ use crate::edge::Edge;
 use crate::errors::{Reply, error_reply};
 use crate::handover::Passing;
 use crate::receive::Receiver;
+use crate::store::{Absent, id_of};
 use crate::upstream::{Call, Exchange, Pool};
 
-/// Whether the old router answers `path` itself: its health and its metrics are its own, and so are the rows that it holds references to.
-pub fn own(path: &str) -> bool {
-    matches!(path, "/health" | "/liveness" | "/readiness" | "/ready" | "/metrics") || path.starts_with("/r3/")
+/// Whether the old router answers `path` itself: its health and its metrics are its own, and so are the rows that it knows. The other router
+/// answers for these too, and for its own.
+pub fn own(app: &App, path: &str) -> bool {
+    let known = |id| !matches!(app.store.known(id), Err(Absent::Unknown));
+    match path.strip_prefix("/r3/") {
+        Some(id) => id_of(id).is_some_and(known),
+        None => matches!(path, "/health" | "/liveness" | "/readiness" | "/ready" | "/metrics"),
+    }
 }
 
 /// Answers with what the other router answers.

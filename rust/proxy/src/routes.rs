@@ -66,7 +66,7 @@ pub async fn answer(app: Arc<App>, request: Request<Incoming>, edge: Arc<Edge>) 
 
 async fn routed(app: &Arc<App>, request: Request<Incoming>, edge: &Arc<Edge>) -> Reply {
     let path = request.uri().path();
-    if let Some(pool) = app.handover.successor().filter(|_| !pass::own(path)) {
+    if let Some(pool) = app.handover.successor().filter(|_| !pass::own(app, path)) {
         return Box::pin(pass::on(app, &pool, request, edge)).await;
     }
     match (engine_route(path), request.method()) {

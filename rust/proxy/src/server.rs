@@ -79,7 +79,7 @@ impl Router {
     /// # Errors
     /// [`StartError`].
     pub async fn bind(settings: Settings) -> Result<Self, StartError> {
-        let (taken, taking) = match &settings.handover_socket {
+        let (taken, mut taking) = match &settings.handover_socket {
             None => (None, None),
             Some(path) => {
                 handover::ask(Path::new(path)).await.map_err(|e| StartError::Listen(path.clone(), e))?.unzip()
@@ -116,8 +116,8 @@ impl Router {
         }
         register_named(&app).map_err(StartError::Setting)?;
         let discovery = discovery::start(&app).map_err(StartError::Setting)?;
-        if let Some(taking) = &taking {
-            taking.register(&app);
+        if let Some(taking) = &mut taking {
+            taking.inherit(&app);
         }
         Ok(Self { app, listener, metrics, admin, address, discovery, taking })
     }

@@ -121,7 +121,8 @@ settings! {
         /// How long open requests may go on after SIGTERM.
         shutdown_grace_period_secs: Duration = Duration::from_secs(180); unit(Unit::Secs); peer("180"); range(0.0, DAY),
         /// Path of a UNIX socket by which a router that is started with the same path and port takes over from this one: it gets the listening
-        /// sockets, waits until it knows the load of every engine, and this one ends when its requests have. Left out, the port is simply bound.
+        /// sockets, waits until it knows the load of every engine, answers for the references that clients hold, and this one ends when its
+        /// requests have. Left out, the port is simply bound.
         handover_socket: Option<String> = None,
         /// Headers that are read for a request's id, in order. Empty: x-request-id, x-correlation-id, x-trace-id, request-id.
         request_id_headers: Vec<String> = Vec::new(); peer("None"),

@@ -24,12 +24,21 @@ struct Inner {
     cap: u64,
     used: AtomicU64,
     peak: AtomicU64,
+    /// Of those used, what came from a router before this one.
+    inherited: AtomicU64,
 }
 
 impl Arena {
     /// An empty arena that never holds more than `cap` bytes.
     pub fn new(cap: u64) -> Self {
-        Self { inner: Arc::new(Inner { cap, used: AtomicU64::new(0), peak: AtomicU64::new(0) }) }
+        Self {
+            inner: Arc::new(Inner {
+                cap,
+                used: AtomicU64::new(0),
+                peak: AtomicU64::new(0),
+                inherited: AtomicU64::new(0),
+            }),
+        }
     }
 
     /// The cap, bytes.
@@ -58,7 +67,20 @@ impl Arena {
     /// # Errors
     /// `R3ArenaTooSmall` with the cap and what would be held. It is worth a retry unless `bytes` alone are over the cap.
     pub fn charge(&self, bytes: u64) -> Result<Charge, Error> {
-        self.charge_within(bytes, self.inner.cap)
+        self.charge_within(bytes, self.limit())
+    }
+
+    /// What is held at most: what was inherited makes the admission wait, and fails none of the requests that had been admitted before.
+    fn limit(&self) -> u64 {
+        self.inner.cap.saturating_add(self.inner.inherited.load(Ordering::Relaxed))
+    }
+
+    /// Takes `bytes` off the budget, over the cap too: they are there already, since a router before this one has made them.
+    pub(super) fn charge_inherited(&self, bytes: u64) -> Charge {
+        self.inner.inherited.fetch_add(bytes, Ordering::Relaxed);
+        let used = self.inner.used.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        self.inner.peak.fetch_max(used, Ordering::Relaxed);
+        Charge { arena: self.clone(), bytes, inherited: true }
     }
 
     /// As [`Arena::charge`], from the half of the arena that is spare while it is more than half empty: for what could be held smaller.
@@ -79,7 +101,7 @@ impl Arena {
             match self.inner.used.compare_exchange_weak(used, next, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => {
                     self.inner.peak.fetch_max(next, Ordering::Relaxed);
-                    return Ok(Charge { arena: self.clone(), bytes });
+                    return Ok(Charge { arena: self.clone(), bytes, inherited: false });
                 }
                 Err(now) => used = now,
             }
@@ -93,12 +115,12 @@ impl Arena {
     /// As [`Arena::charge`].
     pub fn charge_moved(&self, bytes: u64, leaving: u64) -> Result<Charge, Error> {
         let next = self.used().saturating_add(bytes).saturating_sub(leaving);
-        if next > self.inner.cap {
+        if next > self.limit() {
             return Err(self.full(bytes, next));
         }
         self.inner.used.fetch_add(bytes, Ordering::Relaxed);
         self.inner.peak.fetch_max(next, Ordering::Relaxed);
-        Ok(Charge { arena: self.clone(), bytes })
+        Ok(Charge { arena: self.clone(), bytes, inherited: false })
     }
 
     fn full(&self, bytes: u64, next: u64) -> Error {
@@ -126,6 +148,7 @@ impl Arena {
 pub struct Charge {
     arena: Arena,
     bytes: u64,
+    inherited: bool,
 }
 
 impl Charge {
@@ -145,6 +168,9 @@ impl Charge {
 impl Drop for Charge {
     fn drop(&mut self) {
         self.arena.inner.used.fetch_sub(self.bytes, Ordering::Relaxed);
+        if self.inherited {
+            self.arena.inner.inherited.fetch_sub(self.bytes, Ordering::Relaxed);
+        }
     }
 }
 
@@ -180,6 +206,20 @@ mod tests {
         drop(two);
         assert_eq!((arena.used(), arena.peak()), (0, 10_000));
         assert!(!arena.charge(10_001).unwrap_err().retryable);
+    }
+
+    #[test]
+    fn what_was_inherited_counts_and_fails_nobody_who_was_admitted() {
+        let arena = Arena::new(10_000);
+        let own = arena.charge(6000).unwrap();
+        let inherited = arena.charge_inherited(7000);
+        assert_eq!((arena.used(), arena.peak()), (13_000, 13_000));
+        let rest = arena.charge(4000).unwrap();
+        assert_eq!(arena.charge(1).unwrap_err().limit, Some(1e4));
+        assert!(arena.charge_spare(1).is_err());
+        drop((own, rest, inherited));
+        assert_eq!(arena.used(), 0);
+        assert!(arena.charge(10_001).is_err(), "the cap is the old one again");
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! An object while its rows come in: they are narrowed tile by tile straight into its file, so that they lie where the client will read
 //! them before the sample has ended, and are neither held beside it nor copied again.
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use r3router_core::error::{Error, Kind, Source};
@@ -43,14 +43,13 @@ impl Draft {
     /// An object without rows, whose numbers will be `dtype`.
     ///
     /// # Errors
-    /// `R3ArenaTooSmall` when there is no room, `R3Unsupported` when the directory cannot be used.
+    /// `R3ArenaTooSmall` when there is no room, `R3StoreFailed` when the directory cannot be used.
     pub fn new(store: &Store, dtype: Dtype) -> Result<Self, Error> {
         let charge = store.arena().charge(HEADER as u64)?;
         let dir = store.dir()?;
         let id: Id = rand::random();
         let temporary = dir.join(format!("{}.tmp", id_text(id)));
-        let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary);
-        let file = made.map_err(|e| store.fault(Fault::System(e), dtype, 0, &dir))?;
+        let file = create(&temporary).map_err(|e| store.fault(Fault::System(e), dtype, 0, &dir))?;
         let (store, crc) = (store.clone(), crc32fast::Hasher::new());
         Ok(Self { store, id, dir, temporary, file, dtype, tile: Vec::with_capacity(TILE), written: 0, crc, charge })
     }
@@ -102,6 +101,26 @@ impl Draft {
         done.map_err(|e| self.fault(e))?;
         self.written += self.tile.len() as u64;
         self.tile.clear();
+        Ok(())
+    }
+
+    /// Gives the complete file its name.
+    fn publish(&self) -> io::Result<PathBuf> {
+        let path = self.dir.join(format!("{}.r3", id_text(self.id)));
+        fs::rename(&self.temporary, &path)?;
+        Ok(path)
+    }
+
+    /// Somebody has removed the directory: what is written is still here, and is copied to a new one.
+    fn rescue(&mut self) -> Result<(), Error> {
+        self.dir = self.store.dir()?;
+        self.temporary = self.dir.join(format!("{}.tmp", id_text(self.id)));
+        let copied = create(&self.temporary).and_then(|mut copy| {
+            (&self.file).seek(SeekFrom::Start(0))?;
+            io::copy(&mut &self.file, &mut copy)?;
+            Ok(copy)
+        });
+        self.file = copied.map_err(|e| self.fault(e))?;
         Ok(())
     }
 
@@ -161,12 +180,23 @@ impl Draft {
         let crc = std::mem::take(&mut self.crc).finalize();
         let created_ms = now_ms();
         let expires_ms = self.store.expiry(created_ms);
-        let path = self.dir.join(format!("{}.r3", id_text(self.id)));
         let complete = self.file.write_all_at(&meta.header(crc, created_ms, expires_ms), 0);
-        complete.and_then(|()| fs::rename(&self.temporary, &path)).map_err(|e| self.fault(e))?;
+        complete.map_err(|e| self.fault(e))?;
+        let path = match self.publish() {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                self.rescue()?;
+                self.publish()
+            }
+            done => done,
+        };
+        let path = path.map_err(|e| self.fault(e))?;
         let charge = std::mem::replace(&mut self.charge, self.store.arena().charge(0)?);
         Ok(self.store.admit((self.id, path), meta, crc, expires_ms, Some(charge)))
     }
+}
+
+fn create(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)
 }
 
 impl Drop for Draft {
@@ -202,7 +232,8 @@ mod tests {
 
     fn files(root: &std::path::Path) -> usize {
         let dirs = fs::read_dir(root).unwrap().map(|d| d.unwrap().path());
-        dirs.map(|d| fs::read_dir(d).unwrap().filter(|f| f.as_ref().unwrap().file_name() != "owner").count()).sum()
+        dirs.map(|d| fs::read_dir(d).unwrap().filter(|f| f.as_ref().unwrap().path().extension().is_some()).count())
+            .sum()
     }
 
     #[test]

@@ -84,6 +84,37 @@ impl Meta {
         }
         out
     }
+
+    /// What the header of a complete object says: itself, its CRC-32, and when it expires, unix milliseconds.
+    pub fn read(header: &[u8; HEADER]) -> Option<(Self, u32, u64)> {
+        let u32_at = |at: usize| Some(u32::from_le_bytes(*header.get(at..)?.first_chunk()?));
+        let u64_at = |at: usize| Some(u64::from_le_bytes(*header.get(at..)?.first_chunk()?));
+        let text_at = |at: usize| {
+            let len = usize::from(u16::from_le_bytes(*header.get(at..)?.first_chunk()?));
+            let bytes = header.get(at + 2..at + 2 + len.min(TEXT))?;
+            Some(String::from_utf8_lossy(bytes).into_owned())
+        };
+        if !header.starts_with(MAGIC) || (u32_at(8)?, u32_at(12)?) != (1, 1) {
+            return None;
+        }
+        let dtype = [Dtype::U8, Dtype::U16, Dtype::I32].into_iter().find(|d| u32_at(16) == Some(d.size() as u32))?;
+        let meta = Self {
+            dtype,
+            layers: u32_at(20)?,
+            top_k: u32_at(24)?,
+            start: u32_at(28)?,
+            rows: u64_at(32)?,
+            attempt: u32_at(44)?,
+            weight_version: text_at(64)?,
+            rid: text_at(160)?,
+        };
+        // Bytes of the rows that cannot be counted are no rows.
+        u64::from(meta.layers)
+            .checked_mul(u64::from(meta.top_k))
+            .and_then(|n| n.checked_mul(dtype.size() as u64)?.checked_mul(meta.rows))?;
+        let expires = u64_at(56)?;
+        Some((meta, u32_at(40)?, if expires == 0 { u64::MAX } else { expires }))
+    }
 }
 
 #[cfg(test)]
@@ -113,5 +144,28 @@ mod tests {
         assert_eq!(h[160], 94, "cut between characters");
         assert_eq!(std::str::from_utf8(&h[162..256]).unwrap(), "é".repeat(47));
         assert_eq!((h.len(), meta.row(), HEADER % 64), (256, 768, 0));
+    }
+
+    #[test]
+    fn a_header_is_read_back_and_nothing_else_is_taken_for_one() {
+        let meta = Meta {
+            dtype: Dtype::I32,
+            layers: 3,
+            top_k: 2,
+            start: 9,
+            rows: 77,
+            attempt: 2,
+            weight_version: "v".to_owned(),
+            rid: "r~1".to_owned(),
+        };
+        let good = meta.header(5, 10, 20);
+        assert_eq!(Meta::read(&good), Some((meta.clone(), 5, 20)));
+        assert_eq!(Meta::read(&meta.header(5, 10, 0)), Some((meta, 5, u64::MAX)));
+        // Magic, version, state, dtype, and more rows than there can be.
+        for (at, byte) in [(0, b'X'), (8, 2), (12, 0), (16, 3), (39, 0xff)] {
+            let mut bad = good;
+            bad[at] = byte;
+            assert_eq!(Meta::read(&bad), None, "byte {at}");
+        }
     }
 }
