@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -258,15 +259,57 @@ async def test_r3_4_a_directory_that_cannot_be_used_stops_the_start(flag: str, f
         assert flag in told.decode() and folder in told.decode(), told
 
 
-async def test_r3_4_a_store_that_goes_while_the_router_runs_is_an_error_with_advice(lab: Lab) -> None:
-    _, _, client = await lab.serve("--disable-retries")
+def warnings(router: Any) -> list[str]:
+    """What the router warned of its store."""
+    return [line for line in router.tail(1 << 24).splitlines() if "WARN" in line and ("references" in line or "reference can" in line)]
+
+
+async def test_r3_4_a_store_that_is_removed_under_the_router_is_made_again_and_what_was_lost_is_said(lab: Lab) -> None:
+    _, router, client = await ready(lab)
     lab.store.rmdir()
-    got = await client.generate(input_ids=[1, 2, 3], **ASKED)
-    lab.store.mkdir()
-    assert got.status == 501
-    assert "--r3-store-dir" in got.error()["advice"]
+    lost = await client.generate(input_ids=[1, 2, 3], **ASKED)
+    assert lost.status == 200, "before the first reference"
+    assert len(warnings(router)) == 1 and str(lab.store) in warnings(router)[0]
+    (home,) = lab.store.iterdir()
+    shutil.rmtree(home)
+    got = await client.generate(input_ids=[1, 2, 3, 4], **ASKED)
+    assert got.status == 200, got.body
+    assert len((await client.get(paths(got)[0])).body) == 6 * 8
+    assert first_bytes(segments(got)[0]["path"])[:8] == b"R3STORE1"
+    answer = await client.get(paths(lost)[0])
+    assert (answer.status, answer.error()["code"]) == (410, "r3_deleted")
+    told = warnings(router)
+    assert len(told) == 2 and str(home) in told[1] and "references=1" in told[1], told
+    metrics = await router.metrics()
+    assert metrics.sum("r3router_r3_objects") == 1
+    assert metrics.sum("r3router_r3_arena_bytes", what="used") == 256 + 6 * 8
+    # Nobody asks for anything: the room of what is lost comes back all the same.
+    for entry in lab.store.iterdir():
+        shutil.rmtree(entry)
+    for _ in range(500):
+        if not (await router.metrics()).sum("r3router_r3_arena_bytes", what="used"):
+            break
+        await asyncio.sleep(0.02)
+    assert (await router.metrics()).sum("r3router_r3_arena_bytes", what="used") == 0
+
+
+async def test_r3_4_a_store_that_cannot_be_made_again_is_the_routers_fault_until_it_is_mended(lab: Lab) -> None:
+    _, router, client = await ready(lab)
+    assert (await client.generate(input_ids=[1, 2, 3], **ASKED)).status == 200
+    shutil.rmtree(lab.store)
+    lab.store.write_text("in the way")
+    before = (await router.metrics()).sum("r3router_requests_total", outcome="internal")
+    for _ in range(3):
+        got = await client.generate(input_ids=[1, 2, 3], **ASKED)
+        error = got.error()
+        assert (got.status, error["code"], error["source"]) == (500, "r3_store_failed", "router"), got.body
+        assert str(lab.store) in error["message"] and "--r3-store-dir" in error["advice"]
+    assert (await router.metrics()).sum("r3router_requests_total", outcome="internal") == before + 3
+    assert len(warnings(router)) == 2, "it was removed, and nothing can be made in its place"
     inline = await client.generate(input_ids=[1, 2, 3], return_routed_experts=True)
     assert inline.status == 200
+    lab.store.unlink()
+    assert (await client.generate(input_ids=[1, 2, 3], **ASKED)).status == 200
 
 
 async def test_r3_4_rows_that_were_deleted_are_told_from_expired_ones_and_a_range_says_the_length(lab: Lab) -> None:
