@@ -292,10 +292,10 @@ BREAKS = [
     ),
     Break(
         "WRK-2",
-        "a refused connect changes nothing until the next health check",
-        "rust/proxy/src/app.rs",
-        "        self.gate.remove_worker(worker.id);\n        worker.suspect.notify_one();",
-        "        let _ = worker;",
+        "a refused connect is taken for a connection that broke",
+        "rust/proxy/src/leg.rs",
+        "        Fault::Connect(_) => Kind::Connect,",
+        "        Fault::Connect(_) => Kind::Reset,",
         at="tests/proxy/test_bad_days.py",
     ),
     Break(
@@ -346,15 +346,6 @@ BREAKS = [
         "            app.gate.set_held(false);",
         at="tests/proxy/test_overlap.py",
         named="restarts_by_overlap",
-    ),
-    Break(
-        "restart queue",
-        "the old router says that it binds no more while its queue is full",
-        "rust/proxy/src/handover.rs",
-        "        while app.gate.snapshot().queued > 0 {",
-        "        while app.gate.snapshot().queued > usize::MAX - 1 {",
-        at="tests/proxy/test_overlap.py",
-        named="what_runs_and_waits",
     ),
 ]
 

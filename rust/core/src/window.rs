@@ -39,6 +39,8 @@ pub struct Supply {
     pub tau: Option<f64>,
     /// Running slots of the rank that are free, requests in transfer not counted.
     pub free_slots: f64,
+    /// Whether requests wait. Without any the rates are those of the clients, and say nothing about what the fleet can do.
+    pub waiting: bool,
 }
 
 /// The window of one decode rank.
@@ -50,7 +52,7 @@ pub struct Window {
     /// Start-up size; doubles while it is reached.
     size: f64,
     reached: bool,
-    /// Times tau since it was last reached.
+    /// Times tau in which requests waited since it was last reached.
     unreached: f64,
     starting: bool,
     grown_at: Moment,
@@ -136,12 +138,15 @@ impl Window {
                 let littles = littles(absorbed.min(share * tau));
                 // Little's law takes over once it asks for less than start-up allows, and something else was what limited for a
                 // tau. While it is the window that limits, the measured rate is that of one or two doublings ago, and the law
-                // would hold the fleet to what start-up let through: then it has to ask for less than a quarter.
-                let asks_less = littles <= self.size / 4.0 || (self.unreached >= 1.0 && littles <= self.size);
+                // would hold the fleet to what start-up let through: then it has to ask for less than a quarter. Before anybody
+                // waits it has nothing to say: a few calls one after another would leave a window of one for the burst after them.
+                let limits = self.reached || supply.waiting;
+                let asks_less =
+                    (limits && littles <= self.size / 4.0) || (self.unreached >= 1.0 && littles <= self.size);
                 self.starting &= self.deliveries < ENOUGH_DELIVERIES || !asks_less;
-                if self.starting { self.start(elapsed) } else { littles }
+                if self.starting { self.start(elapsed, supply.waiting) } else { littles }
             }
-            (WindowMode::Computed, ..) => self.start(elapsed),
+            (WindowMode::Computed, ..) => self.start(elapsed, supply.waiting),
         };
         if self.cap >= computed {
             self.cap = f64::INFINITY;
@@ -151,8 +156,12 @@ impl Window {
     }
 
     /// Start-up: doubles per tau while the window is what limits.
-    fn start(&mut self, taus: f64) -> f64 {
-        self.unreached = if self.reached { 0.0 } else { self.unreached + taus };
+    fn start(&mut self, taus: f64, waiting: bool) -> f64 {
+        self.unreached = match (self.reached, waiting) {
+            (true, _) => 0.0,
+            (false, true) => self.unreached + taus,
+            (false, false) => self.unreached,
+        };
         if self.reached && self.deliveries > 0 {
             self.size = (self.size * taus.min(30.0).exp2()).min(1e6);
         }
@@ -237,7 +246,7 @@ mod tests {
             if reached {
                 w.was_reached();
             }
-            let supply = Supply { share: Some(share), tau: Some(1.0), free_slots: 1e3 };
+            let supply = Supply { share: Some(share), tau: Some(1.0), free_slots: 1e3, waiting: true };
             w.update(t(from + tick as f64 * 0.02), WindowMode::Computed, supply);
         }
     }
@@ -267,6 +276,19 @@ mod tests {
         assert_eq!(w.size(), 16);
         play(&mut w, 0.9, 0.2, 8.0, false);
         assert_eq!(w.size(), littles(8.0) as i64);
+    }
+
+    #[test]
+    fn calls_one_after_another_leave_the_window_to_the_burst_after_them() {
+        let mut w = with_deliveries();
+        for tick in 1..=5000 {
+            // Nobody waits, so the rate of deliveries is that of the clients.
+            let supply = Supply { share: Some(0.5), tau: Some(1.0), free_slots: 1e3, waiting: false };
+            w.update(t(f64::from(tick) * 0.02), WindowMode::Computed, supply);
+        }
+        assert_eq!(w.size(), FIRST as i64);
+        play(&mut w, 100.0, 1.0, 16.0, true);
+        assert!((31..=34).contains(&w.size()), "{}", w.size());
     }
 
     #[test]

@@ -26,7 +26,7 @@ impl Admission {
         if self.flow.update(now, self.flow_limited) {
             self.flow_limited = true;
         }
-        self.fleet.tick(now, self.flow.rate(), self.flow.tau());
+        self.fleet.tick(now, self.flow.rate(), self.flow.tau(), !self.queue.is_empty());
         self.idle_tokens *= (-secs / IDLE_HALF_LIFE * std::f64::consts::LN_2).exp();
         if self.prefix_waits && !self.queue.is_empty() {
             let idle = self

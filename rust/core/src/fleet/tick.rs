@@ -41,8 +41,9 @@ impl Fleet {
         }
     }
 
-    /// Windows, rates, breakers, stale reports: everything that time alone changes. `supply` is prefill's measured flow.
-    pub(crate) fn tick(&mut self, now: Moment, flow: Option<f64>, tau: Option<f64>) {
+    /// Windows, rates, breakers, stale reports: everything that time alone changes. `flow` and `tau` are prefill's as measured; `waiting`
+    /// is whether requests do.
+    pub(crate) fn tick(&mut self, now: Moment, flow: Option<f64>, tau: Option<f64>, waiting: bool) {
         for index in 0..self.workers.len() {
             let Some(worker) = &mut self.workers[index] else { continue };
             worker.egress.update(now, worker.egress_limit);
@@ -82,7 +83,7 @@ impl Fleet {
                         // Full for as long as it is, not at the one moment at which it became so.
                         self.ranks[slot].window.was_reached();
                     }
-                    self.ranks[slot].window.update(now, mode, Supply { share, tau, free_slots });
+                    self.ranks[slot].window.update(now, mode, Supply { share, tau, free_slots, waiting });
                 }
                 Role::Regular => {
                     let mode = self.rule.mode_of(rank.role, &rank.capacity);

@@ -208,3 +208,29 @@ fn a_pool_that_is_said_to_be_larger_holds_no_more_than_the_last_report_had_free(
     }
     assert_eq!(lab.poll(0.2).len(), 2);
 }
+
+#[test]
+fn a_burst_after_calls_one_after_another_is_bound_as_in_a_fresh_router() {
+    let bound = |calls: u32| {
+        let (mut lab, ..) = Lab::pd(AdmissionConfig::default(), 1, 1, EngineFacts::default());
+        let mut now = 0.0;
+        for _ in 0..calls {
+            lab.submit(ask(100), now);
+            let one = lab.poll(now).pop().unwrap();
+            lab.a.delivered(&one.permit, t(now + 0.05));
+            // Polled in between, as a router is.
+            for _ in 0..5 {
+                now += 0.05;
+                lab.poll(now);
+            }
+            lab.done(one, now);
+        }
+        for _ in 0..200 {
+            lab.submit(ask(100), now);
+        }
+        lab.poll(now).len()
+    };
+    let fresh = bound(0);
+    assert!(fresh >= 16, "{fresh}");
+    assert_eq!([bound(25), bound(200)], [fresh, fresh]);
+}
