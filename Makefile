@@ -25,7 +25,7 @@ endif
 BIN := $(VENV)/bin
 TARGET := $(or $(CARGO_TARGET_DIR),$(ROOT)/target)
 SEEDS ?= 10000
-export R3ROUTER_SIM_SEEDS := $(SEEDS)
+export SIM_SEEDS := $(SEEDS)
 # The package of this clone, whichever clone an environment in R3ROUTER_CACHE was last built from.
 export PYTHONPATH := $(ROOT)/python
 # Where the tests of deploy/ find helm, kustomize and promtool.

@@ -1,7 +1,7 @@
 //! Simulation by seeds: random fleets, workloads and faults drive the admission in virtual time, and every promise of the
 //! design is checked at every step by books that share no code with it.
 //!
-//! `R3ROUTER_SEEDS=count` sets how many seeds run, `R3ROUTER_SEED=n` replays one and prints its trace.
+//! `SIM_SEEDS=count` sets how many seeds run, `SIM_SEED=n` replays one and prints its trace.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 mod book;
 mod capacity;
@@ -101,13 +101,13 @@ fn explain(seed: u64, steps: u64, lines: usize) -> String {
     for line in &trace[trace.len().saturating_sub(lines)..] {
         let _ = writeln!(text, "  {}", line.chars().take(600).collect::<String>());
     }
-    let _ = writeln!(text, "replay: R3ROUTER_SEED={seed} cargo test -p r3router-core --test seeds -- --nocapture");
+    let _ = writeln!(text, "replay: SIM_SEED={seed} cargo test -p r3router-core --test seeds -- --nocapture");
     text
 }
 
 #[test]
 fn every_promise_holds_at_every_step_of_every_seed() {
-    if let Some(seed) = number("R3ROUTER_SEED") {
+    if let Some(seed) = number("SIM_SEED") {
         let report = run(&Plan::from_seed(seed), true, Admission::new);
         for line in &report.trace {
             println!("{line}");
@@ -118,7 +118,7 @@ fn every_promise_holds_at_every_step_of_every_seed() {
         println!("seed {seed} holds: {:?}", report.tally);
         return;
     }
-    let count = number("R3ROUTER_SEEDS").unwrap_or(SEEDS);
+    let count = number("SIM_SEEDS").unwrap_or(SEEDS);
     let mut total = Tally::default();
     let mut failures: BTreeMap<&'static str, Vec<(u64, u64)>> = BTreeMap::new();
     for seed in 0..count {

@@ -18,13 +18,12 @@ pub(super) const PREFIX: &str = "R3ROUTER_";
 
 /// Beginnings of variables that are no settings: the file's own, those of the plug-in and its agent, of `r3router top`, and those of the tools around the
 /// router (make, tests, benchmarks).
-const NOT_SETTINGS: [&str; 9] = [
+const NOT_SETTINGS: [&str; 8] = [
     "R3ROUTER_CONFIG",
     "R3ROUTER_CACHE",
     "R3ROUTER_PEERS",
     "R3ROUTER_PYTHON",
     "R3ROUTER_SGLANG_",
-    "R3ROUTER_SIM_",
     "R3ROUTER_ADMIN_URL",
     "R3ROUTER_AGENT_",
     "R3ROUTER_PLUGIN",

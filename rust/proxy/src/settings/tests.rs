@@ -172,7 +172,6 @@ fn kubernetes_service_links_are_no_settings() {
             ("R3ROUTER_PORT_30000_TCP", "tcp://10.0.0.1:30000"),
             ("R3ROUTER_DECODE_PORT_30000_TCP_ADDR", "10.0.0.1"),
             ("R3ROUTER_CACHE", "/tmp/x"),
-            ("R3ROUTER_SIM_SEEDS", "10"),
         ])
         .load()
         .unwrap();
