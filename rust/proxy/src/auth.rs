@@ -5,6 +5,9 @@ use r3router_core::error::{Error, Kind, Source};
 use crate::app::App;
 use crate::settings::Secret;
 
+/// The scheme under which keys are sent.
+const SCHEME: &[u8] = b"Bearer";
+
 /// Paths that are open.
 pub const OPEN: [&str; 5] = ["/health", "/liveness", "/readiness", "/ready", "/metrics"];
 
@@ -21,12 +24,16 @@ pub fn check(app: &App, path: &str, headers: &HeaderMap) -> Result<(), Error> {
 /// # Errors
 /// `Unauthorized` when the request does not carry `key`.
 pub fn bears(headers: &HeaderMap, key: &HeaderValue) -> Result<(), Error> {
-    let sent = headers.get(header::AUTHORIZATION);
-    if sent.is_some_and(|sent| same(sent.as_bytes(), key.as_bytes())) {
-        return Ok(());
+    let Some(sent) = headers.get(header::AUTHORIZATION) else {
+        return Err(Error::new(Kind::Unauthorized, Source::Client, "no key was sent"));
+    };
+    let Some(token) = token(sent.as_bytes()) else {
+        return Err(Error::new(Kind::Unauthorized, Source::Client, "the authorization is not of the scheme Bearer"));
+    };
+    match self::token(key.as_bytes()) {
+        Some(key) if same(token, key) => Ok(()),
+        _ => Err(Error::new(Kind::Unauthorized, Source::Client, "the key is wrong")),
     }
-    let what = if sent.is_some() { "the key is wrong" } else { "no key was sent" };
-    Err(Error::new(Kind::Unauthorized, Source::Client, what))
 }
 
 /// `Bearer key` of a setting, marked so that it is never printed.
@@ -50,6 +57,14 @@ pub fn refused(mut error: Error, headers: &HeaderMap) -> Error {
     error
 }
 
+/// What follows the scheme `Bearer`, which is written in any case, with one space or more after it (RFC 9110, 11.1 and 11.4).
+fn token(authorization: &[u8]) -> Option<&[u8]> {
+    let authorization = authorization.trim_ascii();
+    let (scheme, rest) = authorization.split_at_checked(SCHEME.len())?;
+    let token = rest.trim_ascii_start();
+    (scheme.eq_ignore_ascii_case(SCHEME) && token.len() < rest.len()).then_some(token)
+}
+
 /// Equality in a time that depends on what was sent alone: it tells neither where the first difference is nor how long the key is.
 fn same(sent: &[u8], key: &[u8]) -> bool {
     let mut differs = u8::from(sent.len() != key.len());
@@ -63,14 +78,37 @@ fn same(sent: &[u8], key: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::same;
+    use http::{HeaderMap, HeaderValue, header};
+
+    use super::{bearer, bears, same};
+    use crate::settings::Secret;
 
     #[test]
     fn keys_are_the_same_only_when_they_are() {
-        assert!(same(b"Bearer k", b"Bearer k"));
-        for other in [&b"Bearer"[..], b"Bearer kk", b"Bearer kBearer k", b"", b"bearer k"] {
-            assert!(!same(other, b"Bearer k"));
+        assert!(same(b"k", b"k"));
+        for other in [&b""[..], b"kk", b"K", b"kBearer k", b"k "] {
+            assert!(!same(other, b"k"));
         }
         assert!(!same(b"", b""));
+    }
+
+    #[test]
+    fn the_scheme_is_read_in_any_case_and_the_key_to_the_letter() {
+        let key = bearer(Some(&Secret::new("K3y")), "--api-key").unwrap().unwrap();
+        let sent = |text: &'static str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::AUTHORIZATION, HeaderValue::from_static(text));
+            bears(&headers, &key).map_err(|e| e.message.into_owned())
+        };
+        for good in ["Bearer K3y", "bearer K3y", "BEARER K3y", "Bearer   K3y", " Bearer\tK3y "] {
+            assert_eq!(sent(good), Ok(()), "{good:?}");
+        }
+        for wrong in ["Bearer k3y", "Bearer K3", "Bearer K3yK3y", "Bearer K3y K3y"] {
+            assert_eq!(sent(wrong), Err("the key is wrong".to_owned()), "{wrong:?}");
+        }
+        for other in ["Basic K3y", "K3y", "BearerK3y", "Bearer", "Bearer ", "", "Bea"] {
+            assert_eq!(sent(other), Err("the authorization is not of the scheme Bearer".to_owned()), "{other:?}");
+        }
+        assert_eq!(bears(&HeaderMap::new(), &key).unwrap_err().message, "no key was sent");
     }
 }
