@@ -35,6 +35,9 @@ async def state_of(client: Client, worker_id: str, headers: list[tuple[str, str]
     [
         ("http://169.254.169.254/", "credentials"),
         ("http://[::ffff:169.254.169.254]:80", "credentials"),
+        ("http://2852039166", "credentials"),
+        ("http://0xa9fea9fe", "credentials"),
+        ("http://169.254.169.254.:80", "credentials"),
         ("http://metadata.google.internal", "credentials"),
         ("http://100.100.100.200:80", "credentials"),
         ("http://169.254.7.7:30000", "link-local"),
@@ -81,12 +84,15 @@ async def test_a_name_is_held_to_the_list_by_its_addresses_at_every_connect(lab:
         await asyncio.sleep(0.02)
     assert (await state_of(router.client, got.json()["worker_id"]))["state"] == "active"
     assert engine.server.accepted > before
-    other = await lab.router(None, "--worker-allow", "10.0.0.0/8", ready=False)
+    # Somebody is there to be told: at once. What is named at start is looked up at every connect, as everything is.
+    other = await lab.router(None, "--worker-allow", "10.0.0.0/8", "--decode", url, ready=False)
     seen = engine.server.accepted
-    got = await other.client.post("/workers", {"url": url, "worker_type": "decode"})
-    assert got.status == 202
+    for path in ("/workers", f"/add_worker?url={url}&worker_type=decode"):
+        got = await other.client.post(path, {"url": url, "worker_type": "decode"})
+        assert (got.status, got.error()["code"]) == (403, "worker_refused")
+        assert "is not in --worker-allow" in got.error()["message"]
     await asyncio.sleep(0.3)
-    state = await state_of(other.client, got.json()["worker_id"])
+    (state,) = (await other.client.get("/workers")).json()["workers"]
     assert state["state"] == "pending"
     assert "is not in --worker-allow" in state["message"]
     mine = [c for c in engine.server.connections if c.id > seen]

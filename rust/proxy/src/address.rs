@@ -1,5 +1,5 @@
 //! One spelling for every worker address: lower-case host, explicit port, no trailing slash, shortest IPv6 literal.
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
 use http::HeaderValue;
@@ -76,7 +76,16 @@ impl Address {
             if port.is_some_and(|p| p.contains(':')) {
                 return Err(bad("an IPv6 address needs brackets"));
             }
-            (host.trim_end_matches('.').to_ascii_lowercase(), port)
+            let host = host.trim_end_matches('.').to_ascii_lowercase();
+            if host.is_empty() {
+                return Err(bad("the host is missing"));
+            }
+            let host = match by_numbers(&host) {
+                None => host,
+                Some(Some(ip)) => ip.to_string(),
+                Some(None) => return Err(bad("the host is neither a name nor an IPv4 address")),
+            };
+            (host, port)
         };
         let port = match port {
             None if tls => 443,
@@ -101,6 +110,33 @@ impl Address {
     }
 }
 
+/// The address that the system's resolver makes of a host of numbers (`inet_aton`): one to four of them, decimal, octal or hexadecimal, the last
+/// of which fills what is left of the 32 bits. `None` for a name; `Some(None)` for what ends in a number and is no address, which no resolver
+/// should be asked for.
+fn by_numbers(host: &str) -> Option<Option<Ipv4Addr>> {
+    let parts: Vec<&str> = host.split('.').collect();
+    let last = parts.last()?;
+    let hexadecimal = last.strip_prefix("0x").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_hexdigit()));
+    if !hexadecimal && (last.is_empty() || !last.bytes().all(|b| b.is_ascii_digit())) {
+        return None;
+    }
+    let number = |text: &&str| match (text.strip_prefix("0x"), text.strip_prefix('0')) {
+        (Some(""), _) => Some(0),
+        (Some(digits), _) => u64::from_str_radix(digits, 16).ok(),
+        (None, Some(digits)) if !digits.is_empty() => u64::from_str_radix(digits, 8).ok(),
+        _ => text.parse().ok(),
+    };
+    let numbers: Option<Vec<u64>> = parts.iter().map(number).collect();
+    let address = numbers.filter(|numbers| numbers.len() <= 4).and_then(|numbers| {
+        let (last, first) = numbers.split_last()?;
+        let bits = 32 - 8 * u32::try_from(first.len()).ok()?;
+        let whole = first.iter().try_fold(0, |all, part| (*part < 256).then_some(all << 8 | part))?;
+        (*last < 1 << bits).then_some(())?;
+        u32::try_from(whole << bits | last).ok().map(Ipv4Addr::from_bits)
+    });
+    Some(address)
+}
+
 #[cfg(test)]
 mod tests {
     use super::Address;
@@ -116,6 +152,40 @@ mod tests {
         }
         for text in ["http://Engine-1", "http://engine-1:80/", "engine-1:80", "HTTP://ENGINE-1.:80"] {
             assert_eq!(url(text), "http://engine-1:80");
+        }
+    }
+
+    #[test]
+    fn an_address_in_other_numbers_is_the_address_that_it_is() {
+        for text in [
+            "http://2852039166",
+            "http://0xa9fea9fe",
+            "http://0xA9FEA9FE.",
+            "http://025177524776",
+            "http://169.254.43518",
+            "http://169.16689662",
+            "http://0xa9.0376.169.0xfe",
+            "http://169.254.169.254.:80",
+        ] {
+            assert_eq!(url(text), "http://169.254.169.254:80", "{text}");
+            assert!(Address::parse(text).unwrap().literal.is_some(), "{text}");
+        }
+        assert_eq!(url("http://127.1:5"), "http://127.0.0.1:5");
+        assert_eq!(url("http://0:5"), "http://0.0.0.0:5");
+        for name in ["engine-1", "1.engine", "0xengine", "10.0.0.1a", "e.0x1g"] {
+            assert_eq!(url(&format!("http://{name}:5")), format!("http://{name}:5"));
+            assert!(Address::parse(name).unwrap().literal.is_none(), "{name}");
+        }
+        for none in [
+            "http://256.0.0.1",
+            "http://4294967296",
+            "http://1.2.3.4.5",
+            "http://08",
+            "http://a.1",
+            "http://1..2",
+            "http://.",
+        ] {
+            assert!(Address::parse(none).is_err(), "{none}");
         }
     }
 

@@ -137,11 +137,7 @@ impl Allow {
     /// # Errors
     /// `Forbidden` with the reason.
     pub fn check(&self, address: &Address) -> Result<(), Error> {
-        let refused = |why: String| {
-            Err(Error::new(Kind::WorkerRefused, Source::Client, format!("worker {}: {why}", address.url)).advise(
-                "name an engine, or allow the host with --worker-allow HOST, *.DOMAIN, ADDRESS or NETWORK/BITS",
-            ))
-        };
+        let refused = |why: String| Err(Self::refusal(address, &why));
         if let Some(literal) = address.literal {
             return self.address(literal.ip()).or_else(refused);
         }
@@ -180,6 +176,24 @@ impl Allow {
             return Ok(());
         }
         Err(format!("{ip} is not in --worker-allow"))
+    }
+
+    /// Checks what a name points to now. Every connect does so again: a name may change what it points to.
+    ///
+    /// # Errors
+    /// As [`Allow::check`], when it points to nothing that may be connected to.
+    pub fn resolved(&self, address: &Address, found: impl Iterator<Item = SocketAddr>) -> Result<(), Error> {
+        match self.pick(&address.host, found) {
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                Err(Self::refusal(address, &error.to_string()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn refusal(address: &Address, why: &str) -> Error {
+        Error::new(Kind::WorkerRefused, Source::Client, format!("worker {}: {why}", address.url))
+            .advise("name an engine, or allow the host with --worker-allow HOST, *.DOMAIN, ADDRESS or NETWORK/BITS")
     }
 
     /// The addresses of `host` that may be connected to.
@@ -234,7 +248,12 @@ mod tests {
             "http://100.100.100.200",
             "http://[::ffff:169.254.169.254]:80",
             "http://[64:ff9b::a9fe:a9fe]:80",
+            "http://2852039166",
+            "http://0xa9fea9fe",
+            "http://169.254.43518:80",
+            "http://169.254.169.254.:80",
             "http://Metadata.Google.Internal",
+            "http://metadata.google.internal.:80",
             "http://metadata",
         ] {
             assert!(check(&any, url).unwrap_err().contains("credentials"), "{url}");
@@ -294,6 +313,14 @@ mod tests {
         assert!(list.pick("engine-1", at("192.0.2.1:5")).is_ok(), "a listed name may point anywhere");
         let error = list.pick("engine-1", at("169.254.169.254:80")).unwrap_err();
         assert!(error.to_string().contains("credentials"), "{error}");
+        let name = Address::parse("http://engine-1.example:80").unwrap();
+        for metadata in ["169.254.169.254:80", "[::ffff:169.254.169.254]:80", "[fd00:ec2::254]:80"] {
+            let error = allow(&[]).resolved(&name, at(metadata)).unwrap_err();
+            assert_eq!(error.kind, r3router_core::error::Kind::WorkerRefused);
+            assert!(error.message.starts_with("worker http://engine-1.example:80: refused: it is where"), "{error}");
+        }
+        assert!(allow(&[]).resolved(&name, at("192.0.2.1:80")).is_ok());
+        assert!(allow(&[]).resolved(&name, std::iter::empty()).is_ok(), "it may get an address yet");
         let both = [at("169.254.169.254:80").next().unwrap(), at("10.0.0.1:80").next().unwrap()];
         assert_eq!(list.pick("other", both.into_iter()).unwrap(), [both[1]]);
         assert!(list.pick("other", std::iter::empty()).unwrap_err().to_string().contains("no address"));

@@ -39,6 +39,9 @@ const WITHOUT_EFFECT: [&str; 10] = [
 const HEALTH_NUMBERS: [&str; 4] =
     ["health_check_timeout_secs", "health_check_interval_secs", "health_success_threshold", "health_failure_threshold"];
 
+/// How long a name may take to be looked up before it is registered as it is.
+const LOOK_UP: std::time::Duration = std::time::Duration::from_secs(2);
+
 fn invalid(message: String, advice: &'static str) -> Error {
     Error::new(Kind::InvalidField, Source::Client, message).advise(advice)
 }
@@ -267,7 +270,7 @@ pub async fn handle(app: &Arc<App>, method: &Method, uri: &Uri, body: Bytes) -> 
     let path = uri.path();
     let reply = match path {
         "/workers" => match *method {
-            Method::POST => post(app, &body),
+            Method::POST => post(app, &body).await,
             Method::GET => Ok(json_reply(200, &list(app))),
             _ => Err(wrong_method(method, path, "GET or POST")),
         },
@@ -289,8 +292,22 @@ pub async fn handle(app: &Arc<App>, method: &Method, uri: &Uri, body: Bytes) -> 
     Some(reply)
 }
 
-fn post(app: &Arc<App>, body: &[u8]) -> Result<Reply, Error> {
+/// Refuses a name that points to nothing but what no worker is, while somebody is there to be told. One without an address may get one yet; every
+/// connect looks anew.
+async fn look_up(app: &App, address: &Address) -> Result<(), Error> {
+    app.allow.check(address)?;
+    if address.literal.is_some() {
+        return Ok(());
+    }
+    match tokio::time::timeout(LOOK_UP, tokio::net::lookup_host((&*address.host, address.port))).await {
+        Ok(Ok(found)) => app.allow.resolved(address, found),
+        _ => Ok(()),
+    }
+}
+
+async fn post(app: &Arc<App>, body: &[u8]) -> Result<Reply, Error> {
     let (registration, warnings) = read(app, body)?;
+    look_up(app, &registration.address).await?;
     let entry = register(app, registration)?;
     let location = format!("/workers/{}", entry.id);
     let phase = entry.phase();
@@ -428,6 +445,7 @@ async fn add_old(app: &Arc<App>, uri: &Uri, body: &[u8]) -> Result<Reply, Error>
     } else {
         read_fields(&fields, app.settings.pd_disaggregation)?
     };
+    look_up(app, &registration.address).await?;
     let entry = register(app, registration)?;
     let mut phases = entry.watch();
     let limit = app.settings.worker_startup_timeout_secs;
