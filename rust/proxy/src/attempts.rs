@@ -302,6 +302,7 @@ async fn turn(app: &App, sub: &Owner) -> Result<(), Error> {
     let wait = pace.take(Instant::now(), most).map_err(|wait| {
         Error::new(Kind::QueueFull, Source::Router, "no turn under --rate-limit-tokens-per-second in time")
             .with_limit(most.as_secs_f64(), wait.as_secs_f64())
+            .advise("send fewer in a second, or raise that limit or --queue-timeout-secs, the longest wait for a turn")
             .retry_after(wait)
     })?;
     if wait.is_zero() {
@@ -335,6 +336,9 @@ async fn place(app: &Arc<App>, sub: &Owner) -> Result<Option<OwnedSemaphorePermi
             Err(_) => {
                 Err(Error::new(Kind::QueueTimeout, Source::Router, "no place under --max-concurrent-requests in time")
                     .with_limit(waits.as_secs_f64(), waits.as_secs_f64())
+                    .advise(
+                        "send fewer at once, or raise that limit or --queue-timeout-secs, the longest wait for a place",
+                    )
                     .retry_after(waits))
             }
         })

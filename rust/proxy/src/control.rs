@@ -155,8 +155,9 @@ pub fn told_json(told: &Told) -> Value {
             object.insert("body".into(), body);
         }
         Err(error) => {
+            let flag = if matches!(error, NoAnswer::Slow(_)) { " (--control-timeout-secs)" } else { "" };
             object.insert("status".into(), Value::Null);
-            object.insert("error".into(), error.to_string().into());
+            object.insert("error".into(), format!("{error}{flag}").into());
         }
     }
     line

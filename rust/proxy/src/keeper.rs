@@ -119,6 +119,9 @@ async fn find(app: &Arc<App>, entry: &Arc<Entry>, pool: &Arc<Pool>, old: Option<
         let never = matches!(failed, NotFound::Never(..));
         entry.change(|state| {
             failed.why().clone_into(&mut state.message);
+            if late && !never {
+                state.message.push_str("; it did not come up within --worker-startup-timeout-secs");
+            }
             if late || never {
                 state.phase = Phase::Failed;
             }

@@ -84,7 +84,7 @@ impl Admission {
             ),
         )
         .with_limit(limit.as_secs_f64(), waited.as_secs_f64())
-        .advise("add ranks on the side that holds requests back, send fewer at once, or raise the queue's deadline")
+        .advise("add ranks on the side that holds requests back, send fewer at once, or raise --queue-timeout-secs (and --request-timeout-secs, which ends waits too)")
         .retry_after(Duration::from_secs(1))
     }
 

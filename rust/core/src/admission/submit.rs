@@ -108,7 +108,7 @@ impl Admission {
                     format!("all {count} {name} workers are out of choice after failures"),
                 )
                 .with_limit(1.0, 0.0)
-                .advise("look at the engines' logs; each is probed again by itself")
+                .advise("look at the engines' logs; each is tried again by itself after --cb-timeout-duration-secs")
                 .retry_after(at.since(now)));
             }
         }
@@ -140,7 +140,7 @@ impl Admission {
                     ),
                 )
                 .with_limit(self.config.arena_bytes as f64, r3.arena as f64)
-                .advise("raise the R3 arena's size, or ask for fewer tokens"),
+                .advise("raise --r3-arena-bytes, or ask for fewer tokens"),
             );
         }
         let sides: &[Role] = if pd { &[Role::Decode, Role::Prefill] } else { &[Role::Regular] };
@@ -246,11 +246,11 @@ impl Admission {
     }
 
     fn check_queue(&mut self, request: &Request) -> Result<(), Error> {
-        let (limit, measured, what) = if self.queue.len() >= self.config.queue_max_requests {
-            (self.config.queue_max_requests as f64, self.queue.len() as f64, "requests")
+        let (limit, measured, what, flag) = if self.queue.len() >= self.config.queue_max_requests {
+            (self.config.queue_max_requests as f64, self.queue.len() as f64, "requests", "--queue-size")
         } else if self.queue.bytes().saturating_add(request.body_bytes) > self.config.queue_max_bytes {
             let bytes = self.queue.bytes().saturating_add(request.body_bytes);
-            (self.config.queue_max_bytes as f64, bytes as f64, "body bytes")
+            (self.config.queue_max_bytes as f64, bytes as f64, "body bytes", "--queue-max-bytes")
         } else {
             return Ok(());
         };
@@ -264,7 +264,7 @@ impl Admission {
             ),
         )
         .with_limit(limit, measured)
-        .advise("send fewer requests at once, or raise the queue's limit")
+        .advise(format!("send fewer requests at once, or raise {flag}"))
         .retry_after(RETRY_AFTER))
     }
 

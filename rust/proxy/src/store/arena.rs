@@ -127,7 +127,7 @@ impl Arena {
         let cap = self.inner.cap as f64;
         let e = Error::new(Kind::R3ArenaTooSmall, Source::Router, "the R3 arena is full")
             .with_limit(cap, next as f64)
-            .advise("give the router a larger R3 arena, or let fewer R3 requests run at once");
+            .advise("raise --r3-arena-bytes, or let fewer R3 requests run at once");
         if bytes > self.inner.cap { e } else { e.with_status(503).retryable() }
     }
 

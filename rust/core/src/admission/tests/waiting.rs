@@ -16,6 +16,7 @@ fn the_deadline_says_limit_wait_and_what_held_the_request() {
     assert_eq!(refused[0].0, late);
     let e = &refused[0].1;
     assert_eq!((e.kind, e.limit, e.measured), (Kind::QueueTimeout, Some(4.0), Some(4.0)));
+    assert!(e.advice.as_deref().is_some_and(|a| a.contains("--queue-timeout-secs")), "{e}");
     assert!(e.message.contains("rows"), "{e}");
     drop(first);
 }
@@ -40,9 +41,11 @@ fn a_full_queue_refuses_by_requests_and_by_bytes() {
     lab.submit(Request { body_bytes: 60, ..ask(1) }, 0.0);
     let e = lab.a.submit(Request { body_bytes: 60, ..ask(1) }, t(0.0)).unwrap_err();
     assert_eq!((e.kind, e.limit, e.measured), (Kind::QueueFull, Some(100.0), Some(120.0)));
+    assert!(e.advice.as_deref().is_some_and(|a| a.ends_with("raise --queue-max-bytes")), "{e}");
     let second = lab.submit(Request { body_bytes: 1, ..ask(1) }, 0.0);
     let e = lab.a.submit(Request { body_bytes: 1, ..ask(1) }, t(0.0)).unwrap_err();
     assert_eq!((e.kind, e.limit, e.measured), (Kind::QueueFull, Some(2.0), Some(2.0)));
+    assert!(e.advice.as_deref().is_some_and(|a| a.ends_with("raise --queue-size")), "{e}");
     lab.a.cancel(second);
     lab.a.cancel(second);
     assert_eq!(lab.a.snapshot(t(0.0)).queued, 1);
