@@ -142,11 +142,6 @@ pub(super) fn contradictions(
             "write each bound once, smallest first",
         );
     }
-    for origin in &s.cors_allowed_origins {
-        if http::HeaderValue::from_str(origin).is_err() {
-            wrong("cors_allowed_origins", format!("{origin:?} cannot stand in a header"), "write scheme://host[:port]");
-        }
-    }
     if let Some(url) = &s.r3_sink
         && crate::address::Address::parse(url).is_err()
     {

@@ -13,6 +13,7 @@ mod nearest;
 mod peer;
 mod places;
 mod quantity;
+mod sense;
 mod sources;
 mod table;
 mod value;
@@ -25,6 +26,7 @@ pub use names::{
 };
 pub use nearest::nearest;
 pub use peer::{Fate, PEER_FLAGS, PeerFlag, flags_page, peer_schema};
+pub use places::usable;
 pub use quantity::{parse_bytes, parse_duration, show_bytes, show_duration};
 pub use sources::{Loaded, Sources};
 pub use table::{Settings, rows};

@@ -60,8 +60,11 @@ pub(super) fn check(
     }
 }
 
-/// Makes and removes a directory, as the store will.
-fn usable(dir: &Path) -> io::Result<()> {
+/// Whether something can be made in `dir`: makes and removes a directory, as the store will.
+///
+/// # Errors
+/// The system's, when it cannot.
+pub fn usable(dir: &Path) -> io::Result<()> {
     if !fs::metadata(dir)?.is_dir() {
         return Err(io::Error::new(io::ErrorKind::NotADirectory, "it is not a directory"));
     }

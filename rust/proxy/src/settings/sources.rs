@@ -10,6 +10,7 @@ use super::error::{Origin, SettingsError, SettingsErrors};
 use super::nearest::nearest;
 use super::peer::{self, Fate, PeerFlag};
 use super::places;
+use super::sense;
 use super::table::{Settings, rows};
 use super::value::Value;
 
@@ -46,6 +47,19 @@ pub struct Loaded {
     pub origins: BTreeMap<&'static str, Origin>,
     /// Things that a person should know and that do not stop the router.
     pub warnings: Vec<String>,
+}
+
+impl Loaded {
+    /// A text that begins with `--flag: ` with the place in front where that setting was written, which may be a variable or a line of the file.
+    pub fn placed(&self, text: &str) -> String {
+        let named = text.strip_prefix("--").and_then(|rest| rest.split_once(": "));
+        let found = named.and_then(|(flag, rest)| {
+            let (name, origin) = self.origins.get_key_value(&*flag.replace('-', "_"))?;
+            let (origin, name) = (origin.clone(), (*name).to_owned());
+            Some(SettingsError { origin, name, message: rest.to_owned(), advice: String::new() }.to_string())
+        });
+        found.unwrap_or_else(|| text.to_owned())
+    }
 }
 
 impl Sources {
@@ -139,6 +153,7 @@ impl Sources {
         let origins: BTreeMap<_, _> = merge.given.into_iter().map(|(name, (origin, _))| (name, origin)).collect();
         if merge.errors.is_empty() {
             checks::contradictions(&settings, &origins, &mut merge.errors, &mut merge.warnings);
+            sense::check(&settings, &origins, &mut merge.errors, &mut merge.warnings);
             places::check(&settings, &origins, &mut merge.errors, &mut merge.warnings);
         }
         if merge.errors.is_empty() {

@@ -146,7 +146,7 @@ settings! {
         /// Longest wait in the router before a request gets 429. sglang-router's default is 60 s; a rollout may wait for minutes and that is no fault, so ours is 30 minutes.
         queue_timeout_secs: Duration = Duration::from_secs(1800); unit(Unit::Secs); peer("60"); range(0.0, 30.0 * DAY),
         /// Most requests that are in work at once, whatever the ranks could take; -1 leaves it to admission.
-        max_concurrent_requests: Cap = Cap(None); peer("-1"),
+        max_concurrent_requests: Cap = Cap(None); peer("-1"); range(1.0, 1e9),
         /// Requests that may start in a second, more of them wait; in a burst up to --max-concurrent-requests, else one second's worth. Left out,
         /// no limit. In sglang-router a request that ends gives its token back, so that nothing is limited there.
         rate_limit_tokens_per_second: Option<u32> = None; peer("None"); range(1.0, 1e9),
@@ -193,7 +193,7 @@ settings! {
     }
     "Retries" => {
         /// Attempts of one request in all, the first included.
-        retry_max_retries: u32 = 5; peer("5"); range(0.0, 1000.0),
+        retry_max_retries: u32 = 5; peer("5"); range(1.0, 1000.0),
         /// Pause before the second attempt.
         retry_initial_backoff_ms: Duration = Duration::from_millis(50); unit(Unit::Millis); peer("50"); range(0.0, 1e8),
         /// Longest pause between attempts.

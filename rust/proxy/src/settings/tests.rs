@@ -326,3 +326,61 @@ fn policies_of_roles_follow_policy_and_decode_wants_room_where_prompts_are_cache
     let limit = Sources::default().flag("max_tree_size", "1MiB").load().unwrap().settings;
     assert_eq!(limit.admission_config(1).affinity_bytes, 1 << 20);
 }
+
+#[test]
+fn what_the_start_says_of_a_flag_is_said_where_its_value_was_written() {
+    let loaded = Sources::default()
+        .toml("r3.toml", "threads = 1\nlog_dir = \"/x\"")
+        .env([("R3ROUTER_HOST", "::1")])
+        .flag("port", "1")
+        .load()
+        .unwrap();
+    for (said, placed) in [
+        ("--log-dir: /x cannot be written; name a folder", "r3.toml:2: log_dir: /x cannot be written; name a folder"),
+        ("--host: `::1` has no address", "R3ROUTER_HOST: `::1` has no address"),
+        ("--port: 1 is taken", "--port: 1 is taken"),
+        ("--tls-cert-path: x", "--tls-cert-path: x"),
+        ("cannot listen on --host: 5", "cannot listen on --host: 5"),
+    ] {
+        assert_eq!(loaded.placed(said), placed);
+    }
+}
+
+#[test]
+fn what_can_have_no_effect_is_told() {
+    let warnings = |flags: &[(&str, &str)]| {
+        let sources = flags.iter().fold(Sources::default(), |s, (name, value)| s.flag(*name, *value));
+        sources.flag("r3_arena_bytes", "1MiB").load().unwrap().warnings
+    };
+    assert_eq!(warnings(&[("retry_max_retries", "3")]), Vec::<String>::new());
+    for (flags, said) in [
+        (
+            &[("decode_policy", "random")][..],
+            "--decode-policy: without effect: it is read with --pd-disaggregation only",
+        ),
+        (
+            &[("disable_retries", "true"), ("retry_max_retries", "3")],
+            "--retry-max-retries: without effect: --disable-retries",
+        ),
+        (&[("disable_circuit_breaker", "1"), ("cb_failure_threshold", "3")], "--cb-failure-threshold: without effect"),
+        (
+            &[("disable_health_check", "1"), ("health_failure_threshold", "3")],
+            "--health-failure-threshold: without effect",
+        ),
+        (
+            &[("otlp_traces_endpoint", "c:4317")],
+            "--otlp-traces-endpoint: without effect: it is read with --enable-trace",
+        ),
+        (
+            &[("request_timeout_secs", "60"), ("body_read_timeout_secs", "90")],
+            "--body-read-timeout-secs: without effect",
+        ),
+        (
+            &[("queue_max_bytes", "1MiB")],
+            "--queue-max-bytes: a body between it and --max-payload-size never finds room",
+        ),
+    ] {
+        let all = warnings(flags);
+        assert!(all.iter().any(|w| w.starts_with(said)), "{said}: {all:?}");
+    }
+}
