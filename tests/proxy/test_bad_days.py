@@ -177,3 +177,26 @@ async def test_rl_1_control_reaches_each_engine_once_and_a_refused_flush_stays_r
         assert paths == ["/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"]
     assert (await router.metrics()).sum("r3router_rank_closed", reason="ejected") == 0
     fleet.check()
+
+
+async def test_an_engine_that_is_away_is_spoken_of_when_it_goes_and_when_it_is_back(lab: Lab) -> None:
+    fleet, router, client = await lab.serve()
+
+    def said(words: str) -> list[str]:
+        return [line for line in router.tail(1 << 20).splitlines() if words in line and fleet.d.url in line]
+
+    fleet.d.server.die()
+    await becomes(client, fleet.d.url, state="down")
+    # Its message changes with every look, of which there are several in this time.
+    await asyncio.sleep(2.0)
+    assert len(said("worker down")) == 1, said("worker down")
+    assert said("still down") == []
+    await fleet.d.server.listen()
+    await becomes(client, fleet.d.url, state="active")
+    (back,) = said("worker up again")
+    away = float(back.partition("away_s=")[2].split()[0])
+    assert away >= 2.0
+    # And an engine that was never there is spoken of once, too.
+    await client.post("/workers", {"url": "http://127.0.0.1:1", "worker_type": "decode"})
+    await asyncio.sleep(1.0)
+    assert len([line for line in router.tail(1 << 20).splitlines() if "does not answer yet" in line and '127.0.0.1:1"' in line]) == 1

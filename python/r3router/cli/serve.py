@@ -27,7 +27,7 @@ def run(config: str | None, check: bool, **values: Any) -> None:
     sources = json.dumps({"flags": given(values), "env": env, "config": config})
     try:
         if check:
-            click.echo(report(json.loads(core.check_settings(sources))))
+            click.echo(report(json.loads(core.check_start(sources))))
         else:
             # The core watches signals itself; the interpreter would raise a KeyboardInterrupt after it.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -59,6 +59,10 @@ command = SettingsCommand(
     params=[
         *setting_options(),
         click.Option(["--config"], metavar="FILE", type=str, help="TOML file with settings."),
-        click.Option(["--check"], is_flag=True, help="Print the settings with where each was written, and leave."),
+        click.Option(
+            ["--check"],
+            is_flag=True,
+            help="Do all that comes before a port is taken, print the settings with where each was written, and leave.",
+        ),
     ],
 )

@@ -51,7 +51,8 @@ kinds! {
     InvalidJson = "invalid_json", 400;
     /// A field that the router reads has the wrong type or value.
     InvalidField = "invalid_field", 400;
-    /// The head of the request is not HTTP/1.1, or too long; the status says which (400, 414, 431).
+    /// The head of the request or the framing of its body is not HTTP/1.1, the head is too long, or the body is encoded; the status says which (400,
+    /// 414, 431, 415).
     InvalidRequest = "invalid_request", 400;
     /// The client began a request and stopped sending it; `limit` and `measured` are seconds.
     ReadTimeout = "read_timeout", 408;
@@ -71,7 +72,7 @@ kinds! {
     RequestTimeout = "request_timeout", 504;
     /// The router drains; it takes no new work.
     Draining = "draining", 503;
-    /// The client closed its connection.
+    /// The client closed its connection, or its sending side while engines worked for it, which looks the same.
     ClientGone = "client_gone", 499;
     /// Ended by `/abort_request` in a way that leaves nothing to answer with. A single request is answered with 200 and
     /// `finish_reason` `abort`, as an engine does; this is for parts of a batch and for broken streams.

@@ -12,6 +12,8 @@ use crate::select::Wanted;
 const LEAST: Duration = Duration::from_millis(200);
 /// Longest pause after failures.
 const MOST: Duration = Duration::from_secs(10);
+/// Pause before the same failure is said again.
+const AGAIN: Duration = Duration::from_mins(5);
 
 /// Follows the objects of one kind for ever; drop the future to end. `apply` gets what changes, in order. While the API server does not
 /// answer, nothing changes: that it is down does not mean that engines are.
@@ -30,11 +32,15 @@ pub async fn follow<T: Object>(
         }
     };
     let mut failures = 0u32;
+    let mut said: Option<Instant> = None;
     loop {
         let began = Instant::now();
         match access.list::<T>(&scope).await {
             Ok(listed) => {
-                failures = 0;
+                if failures > 0 {
+                    tracing::info!(failures, of = T::PLURAL, "can be listed again");
+                }
+                (failures, said) = (0, None);
                 let Following { wanted, plan, view } = &mut following;
                 tell(T::list(listed.items, view, plan, wanted));
                 let until = began + interval;
@@ -53,7 +59,11 @@ pub async fn follow<T: Object>(
                     ApiError::Refused(401, _) => "the token of the service account is not taken",
                     _ => "engines that are known stay",
                 };
-                tracing::warn!(%error, advice, failures, of = T::PLURAL, "cannot be listed");
+                // An API server may be away for long.
+                if said.is_none_or(|at| at.elapsed() >= AGAIN) {
+                    said = Some(Instant::now());
+                    tracing::warn!(%error, advice, failures, of = T::PLURAL, "cannot be listed; it is tried until it can");
+                }
                 sleep(pause).await;
             }
         }

@@ -2,19 +2,20 @@
 use std::sync::Arc;
 
 use r3router_core::error::Error;
-use tokio::task::JoinHandle;
 
 use crate::app::App;
 
-/// Starts to follow them, when the settings say so.
+pub use pods::Ready;
+
+/// Reads what is needed to follow them, when the settings say that they are to be followed.
 ///
 /// # Errors
 /// When this is no pod, its service account cannot be read, or this build has no discovery.
-pub fn start(app: &Arc<App>) -> Result<Option<JoinHandle<()>>, Error> {
+pub fn ready(app: &Arc<App>) -> Result<Option<Ready>, Error> {
     if !app.settings.service_discovery {
         return Ok(None);
     }
-    pods::start(app).map(Some)
+    Ready::of(app).map(Some)
 }
 
 #[cfg(not(feature = "kubernetes"))]
@@ -26,9 +27,24 @@ mod pods {
 
     use crate::app::App;
 
-    pub(super) fn start(_: &Arc<App>) -> Result<JoinHandle<()>, Error> {
-        let error = Error::new(Kind::InvalidField, Source::Router, "this build has no discovery in Kubernetes");
-        Err(error.advise("build it with the feature `kubernetes`, as the wheel is"))
+    /// Discovery that can begin: never in this build.
+    #[derive(Debug)]
+    pub enum Ready {}
+
+    impl Ready {
+        pub(super) fn of(_: &Arc<App>) -> Result<Self, Error> {
+            let error = Error::new(
+                Kind::InvalidField,
+                Source::Router,
+                "--service-discovery: this build has no discovery in Kubernetes",
+            );
+            Err(error.advise("build it with the feature `kubernetes`, as the wheel is"))
+        }
+
+        /// Follows engines until it is aborted.
+        pub fn start(self, _: &Arc<App>) -> JoinHandle<()> {
+            match self {}
+        }
     }
 }
 
@@ -54,52 +70,66 @@ mod pods {
     use crate::workers::{Entry, Phase};
     use crate::{keeper, registration};
 
-    fn wrong(message: String) -> Error {
-        Error::new(Kind::InvalidField, Source::Router, message)
+    fn wrong(why: impl std::fmt::Display) -> Error {
+        Error::new(Kind::InvalidField, Source::Router, format!("--service-discovery: {why}"))
             .advise("run the router in a pod whose service account has a token, or leave --service-discovery out")
     }
 
-    pub(super) fn start(app: &Arc<App>) -> Result<JoinHandle<()>, Error> {
-        let settings = &app.settings;
-        let named = [
-            (PodRole::Regular, &settings.selector, !settings.pd_disaggregation),
-            (PodRole::Prefill, &settings.prefill_selector, settings.pd_disaggregation),
-            (PodRole::Decode, &settings.decode_selector, settings.pd_disaggregation),
-        ];
-        let mut roles = Vec::new();
-        for (role, words, wanted) in named {
-            let selector = Selector::parse(words).map_err(wrong)?;
-            if wanted && !selector.is_empty() {
-                roles.push((role, selector));
-            }
-        }
-        let wanted = Wanted {
-            roles,
-            port: settings.service_discovery_port,
-            bootstrap_annotation: settings.bootstrap_port_annotation.clone(),
-        };
-        let account = Path::new(&settings.service_discovery_account_dir);
-        let access = Access::in_cluster(account).map_err(|e| wrong(e.to_string()))?;
-        let namespace = match settings.service_discovery_namespace.as_deref() {
-            Some("*") => None,
-            Some(name) => Some(name.to_owned()),
-            None => Some(Access::own_namespace(account).map_err(|e| wrong(e.to_string()))?),
-        };
-        let scope = (access, namespace, wanted);
-        Ok(match settings.service_discovery_source {
-            DiscoverySource::Pods => run::<Pod>(app, scope),
-            DiscoverySource::EndpointSlices => run::<EndpointSlice>(app, scope),
-        })
+    /// Discovery that can begin.
+    #[derive(Debug)]
+    pub struct Ready {
+        access: Access,
+        namespace: Option<String>,
+        wanted: Wanted,
     }
 
-    fn run<T: Object + 'static>(app: &Arc<App>, scope: (Access, Option<String>, Wanted)) -> JoinHandle<()>
-    where
-        T::View: 'static,
-    {
-        let (access, namespace, wanted) = scope;
-        let mut fleet = Fleet { app: Arc::clone(app), found: HashMap::new() };
-        let interval = app.settings.service_discovery_interval_secs;
-        app.runtime.spawn(follow::<T>(access, namespace, wanted, interval, move |changes| fleet.apply(changes)))
+    impl Ready {
+        pub(super) fn of(app: &Arc<App>) -> Result<Self, Error> {
+            let settings = &app.settings;
+            let named = [
+                (PodRole::Regular, &settings.selector, !settings.pd_disaggregation),
+                (PodRole::Prefill, &settings.prefill_selector, settings.pd_disaggregation),
+                (PodRole::Decode, &settings.decode_selector, settings.pd_disaggregation),
+            ];
+            let mut roles = Vec::new();
+            for (role, words, wanted) in named {
+                let selector = Selector::parse(words).map_err(wrong)?;
+                if wanted && !selector.is_empty() {
+                    roles.push((role, selector));
+                }
+            }
+            let wanted = Wanted {
+                roles,
+                port: settings.service_discovery_port,
+                bootstrap_annotation: settings.bootstrap_port_annotation.clone(),
+            };
+            let account = Path::new(&settings.service_discovery_account_dir);
+            let access = Access::in_cluster(account).map_err(wrong)?;
+            let namespace = match settings.service_discovery_namespace.as_deref() {
+                Some("*") => None,
+                Some(name) => Some(name.to_owned()),
+                None => Some(Access::own_namespace(account).map_err(wrong)?),
+            };
+            Ok(Self { access, namespace, wanted })
+        }
+
+        /// Follows engines until it is aborted.
+        pub fn start(self, app: &Arc<App>) -> JoinHandle<()> {
+            match app.settings.service_discovery_source {
+                DiscoverySource::Pods => self.run::<Pod>(app),
+                DiscoverySource::EndpointSlices => self.run::<EndpointSlice>(app),
+            }
+        }
+
+        fn run<T: Object + 'static>(self, app: &Arc<App>) -> JoinHandle<()>
+        where
+            T::View: 'static,
+        {
+            let Self { access, namespace, wanted } = self;
+            let mut fleet = Fleet { app: Arc::clone(app), found: HashMap::new() };
+            let interval = app.settings.service_discovery_interval_secs;
+            app.runtime.spawn(follow::<T>(access, namespace, wanted, interval, move |changes| fleet.apply(changes)))
+        }
     }
 
     /// What was registered here and is not dead yet. Engines that a person registered are theirs to remove.

@@ -1,16 +1,18 @@
-//! The client's side of a connection: since when it is idle or in the middle of a request's head, and JSON in place of the empty replies
-//! that hyper writes by itself to a head that is none.
+//! The client's side of a connection: since when it is idle or in the middle of a request's head; whether its end is the end of its request;
+//! and JSON in place of the empty replies that hyper writes by itself to a head that is none.
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::task::{Context, Poll, ready};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
-use bytes::{Buf, Bytes};
+use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use r3router_core::error::{Error, Kind, Source};
+use parking_lot::Mutex;
+use r3router_core::error::Error;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::time::Sleep;
 
 use crate::body::{Cut, ReplyBody};
 use crate::errors::error_json;
@@ -30,6 +32,14 @@ pub struct Edge {
     since: AtomicU64,
     /// Bytes of a head that is not complete.
     head: AtomicUsize,
+    /// Whether the request in work is answered although its client has closed its sending side.
+    stays: AtomicBool,
+    /// Whether its body is here to its end.
+    whole: AtomicBool,
+    /// Whether anything was written since it came.
+    replied: AtomicBool,
+    /// Who reads on once it is answered.
+    reader: Mutex<Option<Waker>>,
 }
 
 /// Why a connection is closed.
@@ -49,6 +59,10 @@ impl Edge {
             busy: AtomicUsize::new(0),
             since: AtomicU64::new(0),
             head: AtomicUsize::new(0),
+            stays: AtomicBool::new(false),
+            whole: AtomicBool::new(false),
+            replied: AtomicBool::new(false),
+            reader: Mutex::new(None),
         })
     }
 
@@ -57,8 +71,27 @@ impl Edge {
         self.since.store(ns, Ordering::Relaxed);
     }
 
-    /// Something is done for the client, until the guard is dropped.
-    pub fn begin(self: &Arc<Self>) -> Busy {
+    /// A request is in work until the guard is dropped. It `stays` when it is answered although its client has closed its sending side; `whole`
+    /// when there is no body to wait for.
+    pub fn begin(self: &Arc<Self>, stays: bool, whole: bool) -> Busy {
+        self.stays.store(stays, Ordering::Relaxed);
+        self.whole.store(whole, Ordering::Relaxed);
+        self.replied.store(false, Ordering::Relaxed);
+        self.more()
+    }
+
+    /// Its body is here to its end.
+    pub fn whole(&self) {
+        self.whole.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a request is in work of which nothing was answered.
+    pub fn unanswered(&self) -> bool {
+        self.is_busy() && !self.replied.load(Ordering::Relaxed)
+    }
+
+    /// Something else is done for the client, until the guard is dropped.
+    pub fn more(self: &Arc<Self>) -> Busy {
         self.busy.fetch_add(1, Ordering::Relaxed);
         self.head.store(0, Ordering::Relaxed);
         Busy(Arc::clone(self))
@@ -99,7 +132,11 @@ impl Drop for Busy {
     fn drop(&mut self) {
         self.0.enter();
         self.0.head.store(0, Ordering::Relaxed);
-        self.0.busy.fetch_sub(1, Ordering::Relaxed);
+        if self.0.busy.fetch_sub(1, Ordering::Relaxed) == 1
+            && let Some(reader) = self.0.reader.lock().take()
+        {
+            reader.wake();
+        }
     }
 }
 
@@ -139,14 +176,24 @@ impl Body for Held {
 pub struct Socket<T> {
     io: T,
     edge: Arc<Edge>,
-    /// What is written instead of hyper's own reply.
-    instead: Bytes,
+    /// Whether a reply of hyper's own was kept from the client, which is told more.
+    kept: bool,
+    /// When the end of the client's side is believed, of a request whose body may still be on its way through hyper.
+    end: Option<Pin<Box<Sleep>>>,
 }
+
+/// How long the end of a body may take through hyper. It is the connection's own task that takes it, with its next turn.
+const TURN: Duration = Duration::from_millis(50);
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Socket<T> {
     /// Watches `io` for `edge`.
     pub fn new(io: T, edge: Arc<Edge>) -> Self {
-        Self { io, edge, instead: Bytes::new() }
+        Self { io, edge, kept: false, end: None }
+    }
+
+    /// Whether a reply of hyper's own was kept from the client, which is to be told more.
+    pub fn kept(&self) -> bool {
+        self.kept
     }
 
     /// Answers a client whose head did not come in time, and closes.
@@ -176,45 +223,43 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Socket<T> {
         .await;
     }
 
-    fn poll_instead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        while !self.instead.is_empty() {
-            let written = ready!(Pin::new(&mut self.io).poll_write(cx, &self.instead))?;
-            if written == 0 {
-                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
-            }
-            self.instead.advance(written);
-        }
-        Poll::Ready(Ok(()))
-    }
-
-    /// Whether `buf` is a reply of hyper's own making; then ours is written in its place.
-    fn takes(&mut self, buf: &[u8]) -> bool {
+    /// Whether `buf` is a reply of hyper's own making. It is kept: what is wrong is known once the connection has ended.
+    fn keeps(&mut self, buf: &[u8]) -> bool {
         if self.edge.is_busy() {
+            self.edge.replied.store(true, Ordering::Relaxed);
             return false;
         }
-        let Some(error) = own_reply(buf) else { return false };
-        self.instead = whole_reply(&error).into();
-        true
+        let own = is_own(buf);
+        self.kept |= own;
+        own
+    }
+
+    /// Whether the end of the client's side is to be passed on. Hyper takes it for a client that has left, and drops what is in work.
+    fn poll_end(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let edge = &self.edge;
+        if !edge.is_busy() || !edge.stays.load(Ordering::Relaxed) {
+            return Poll::Ready(());
+        }
+        if !edge.whole.load(Ordering::Relaxed) {
+            // Of a body of which hyper wants more, it is the end.
+            let end = self.end.get_or_insert_with(|| Box::pin(tokio::time::sleep(TURN)));
+            ready!(end.as_mut().poll(cx));
+            if !edge.whole.load(Ordering::Relaxed) {
+                return Poll::Ready(());
+            }
+        }
+        *edge.reader.lock() = Some(cx.waker().clone());
+        // The answer may have ended on another thread meanwhile.
+        if edge.is_busy() { Poll::Pending } else { Poll::Ready(()) }
     }
 }
 
-/// The error that hyper's empty reply stands for. It writes one only to a head that it cannot read.
-fn own_reply(buf: &[u8]) -> Option<Error> {
-    let head = std::str::from_utf8(buf).ok()?;
-    if !head.ends_with("\r\n\r\n") || !head.contains("content-length: 0\r\n") || head.contains("content-type") {
-        return None;
-    }
-    let (message, advice) = match head.get(..12)?.strip_prefix("HTTP/1.")?.get(2..)? {
-        "400" => (
-            "the request's head is not HTTP/1.1",
-            "send HTTP/1.1: the router speaks no HTTP/2, and TLS only with --tls-cert-path",
-        ),
-        "414" => ("the request's path is too long", "send what is long in the body"),
-        "431" => ("the request has more than 100 headers, or too many bytes of them", "send fewer"),
-        _ => return None,
-    };
-    let status = head.get(9..12)?.parse().ok()?;
-    Some(Error::new(Kind::InvalidRequest, Source::Client, message).with_status(status).advise(advice))
+/// Whether this is the empty reply that hyper writes to a head that it cannot read.
+fn is_own(buf: &[u8]) -> bool {
+    let Ok(head) = std::str::from_utf8(buf) else { return false };
+    let empty = head.ends_with("\r\n\r\n") && head.contains("content-length: 0\r\n") && !head.contains("content-type");
+    let status = head.strip_prefix("HTTP/1.").and_then(|rest| rest.get(2..5));
+    empty && matches!(status, Some("400" | "414" | "431"))
 }
 
 fn whole_reply(error: &Error) -> Vec<u8> {
@@ -234,15 +279,18 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncRead for Socket<T> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         ready!(Pin::new(&mut self.io).poll_read(cx, buf))?;
-        self.edge.came(buf.filled().len() - before);
+        let came = buf.filled().len() - before;
+        if came == 0 && buf.remaining() > 0 {
+            ready!(self.poll_end(cx));
+        }
+        self.edge.came(came);
         Poll::Ready(Ok(()))
     }
 }
 
 impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Socket<T> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        ready!(self.poll_instead(cx))?;
-        if self.takes(buf) {
+        if self.keeps(buf) {
             return Poll::Ready(Ok(buf.len()));
         }
         Pin::new(&mut self.io).poll_write(cx, buf)
@@ -253,11 +301,13 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Socket<T> {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        ready!(self.poll_instead(cx))?;
-        if let [only] = bufs
-            && self.takes(only)
-        {
-            return Poll::Ready(Ok(only.len()));
+        // A head that is answered with more behind it is none of hyper's own.
+        if let [only] = bufs {
+            if self.keeps(only) {
+                return Poll::Ready(Ok(only.len()));
+            }
+        } else {
+            self.edge.replied.store(true, Ordering::Relaxed);
         }
         Pin::new(&mut self.io).poll_write_vectored(cx, bufs)
     }
@@ -267,12 +317,14 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Socket<T> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(self.poll_instead(cx))?;
         Pin::new(&mut self.io).poll_flush(cx)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        ready!(self.poll_instead(cx))?;
+        if self.kept {
+            // Something is to be written yet, by `refuse`, which shuts down itself.
+            return Poll::Ready(Ok(()));
+        }
         Pin::new(&mut self.io).poll_shutdown(cx)
     }
 }
@@ -281,7 +333,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Socket<T> {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use super::{Edge, Overdue, own_reply};
+    use super::{Edge, Overdue, is_own};
 
     #[test]
     fn a_head_has_less_time_than_an_idle_connection_and_a_request_in_work_none() {
@@ -296,7 +348,7 @@ mod tests {
         edge.came(7);
         assert!(edge.overdue(at(29), idle, head).is_err());
         assert_eq!(edge.overdue(at(31), idle, head), Ok(Overdue::Head(12)));
-        let busy = edge.begin();
+        let busy = edge.begin(false, true);
         assert!(edge.overdue(at(10_000), idle, head).is_err());
         edge.came(9);
         drop(busy);
@@ -305,16 +357,10 @@ mod tests {
     }
 
     #[test]
-    fn only_the_empty_replies_of_hyper_are_replaced() {
-        let of = |head: &str| own_reply(head.as_bytes()).map(|e| (e.http_status(), e.kind.code()));
-        assert_eq!(
-            of("HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\ndate: x\r\n\r\n"),
-            Some((400, "invalid_request"))
-        );
-        assert_eq!(
-            of("HTTP/1.1 431 X\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"),
-            Some((431, "invalid_request"))
-        );
+    fn only_the_empty_replies_of_hyper_are_kept() {
+        let of = |head: &str| is_own(head.as_bytes());
+        assert!(of("HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\ndate: x\r\n\r\n"));
+        assert!(of("HTTP/1.1 431 X\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"));
         for other in [
             "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
             "HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: 0\r\n\r\n",
@@ -323,7 +369,44 @@ mod tests {
             "HTTP/1.",
             "",
         ] {
-            assert_eq!(of(other), None, "{other}");
+            assert!(!of(other), "{other}");
         }
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_clients_side_is_kept_from_an_answer_that_does_not_occupy_engines() {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let (mut client, server) = tokio::io::duplex(64);
+        let edge = Edge::new();
+        let mut socket = super::Socket::new(server, std::sync::Arc::clone(&edge));
+        client.write_all(b"GET").await.unwrap();
+        client.shutdown().await.unwrap();
+        let mut tile = [0; 8];
+        assert_eq!(socket.read(&mut tile).await.unwrap(), 3);
+        // Its work goes to an engine: it has left.
+        let busy = edge.begin(false, true);
+        assert_eq!(socket.read(&mut tile).await.unwrap(), 0);
+        drop(busy);
+        // A body that has not come to its end has ended.
+        let busy = edge.begin(true, false);
+        assert_eq!(socket.read(&mut tile).await.unwrap(), 0);
+        drop(busy);
+        let busy = edge.begin(true, false);
+        edge.whole();
+        let mut reading = Box::pin(socket.read(&mut tile));
+        assert!(futures_now(&mut reading).await.is_none(), "it is answered first");
+        drop(busy);
+        assert_eq!(reading.await.unwrap(), 0, "and then the reader is told");
+    }
+
+    /// What `future` has now, polled once.
+    async fn futures_now<F: std::future::Future + Unpin>(future: &mut F) -> Option<F::Output> {
+        std::future::poll_fn(|cx| {
+            std::task::Poll::Ready(match std::pin::Pin::new(&mut *future).poll(cx) {
+                std::task::Poll::Ready(out) => Some(out),
+                std::task::Poll::Pending => None,
+            })
+        })
+        .await
     }
 }

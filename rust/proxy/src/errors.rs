@@ -66,8 +66,8 @@ pub fn error_reply(error: &Error) -> Reply {
     if let Some(methods) = allowed(error).and_then(|m| HeaderValue::from_str(&m).ok()) {
         headers.insert(header::ALLOW, methods);
     }
-    if error.kind == Kind::ReadTimeout {
-        // What may still come belongs to the request that was given up.
+    if error.kind == Kind::ReadTimeout || (error.kind == Kind::InvalidRequest && error.http_status() == 400) {
+        // What may still come belongs to the request that was given up, or cannot be told from it.
         headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
     if let Some(after) = error.retry_after {

@@ -5,10 +5,11 @@ use std::io;
 use std::path::Path;
 use std::sync::{Mutex, OnceLock};
 
+use r3router_core::error::{Error, Kind, Source};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
 
-use crate::settings::{Loaded, LogLevel};
+use crate::settings::{Loaded, LogLevel, usable};
 
 /// Name of the file in `--log-dir`. It is opened for append, so that several starts share it and rotation may truncate it.
 const FILE: &str = "r3router.log";
@@ -31,10 +32,13 @@ fn filter(of: LogLevel) -> EnvFilter {
 ///
 /// # Errors
 /// When the folder of `--log-dir` or the file in it cannot be written.
-pub fn init(loaded: &Loaded) -> io::Result<()> {
+pub fn init(loaded: &Loaded) -> Result<(), Error> {
     let settings = &loaded.settings;
     let writer = match &settings.log_dir {
-        Some(folder) => BoxMakeWriter::new(Mutex::new(open(Path::new(folder))?)),
+        Some(folder) => {
+            look(Path::new(folder))?;
+            BoxMakeWriter::new(Mutex::new(open(Path::new(folder)).map_err(|e| unwritable(Path::new(folder), &e))?))
+        }
         None => BoxMakeWriter::new(io::stderr),
     };
     let builder = tracing_subscriber::fmt()
@@ -61,11 +65,30 @@ pub fn init(loaded: &Loaded) -> io::Result<()> {
     Ok(())
 }
 
+/// Whether log lines can be written in `folder`. Nothing is made there: who looks may be another user than who serves.
+///
+/// # Errors
+/// When they cannot.
+pub fn look(folder: &Path) -> Result<(), Error> {
+    let file = folder.join(FILE);
+    let looked = if file.exists() {
+        OpenOptions::new().append(true).open(&file).map(drop)
+    } else {
+        // What is missing is made at start, in what is there.
+        folder.ancestors().find(|part| part.exists()).map_or(Ok(()), usable)
+    };
+    looked.map_err(|error| unwritable(folder, &error))
+}
+
+fn unwritable(folder: &Path, error: &io::Error) -> Error {
+    let message = format!("--log-dir: {} cannot be written: {error}", folder.display());
+    Error::new(Kind::InvalidField, Source::Client, message)
+        .advise("name a folder that can be written, or leave it out for standard error")
+}
+
 fn open(folder: &Path) -> io::Result<File> {
-    let told =
-        |e: io::Error| io::Error::new(e.kind(), format!("--log-dir: {} cannot be written: {e}", folder.display()));
-    std::fs::create_dir_all(folder).map_err(told)?;
-    OpenOptions::new().create(true).append(true).open(folder.join(FILE)).map_err(told)
+    std::fs::create_dir_all(folder)?;
+    OpenOptions::new().create(true).append(true).open(folder.join(FILE))
 }
 
 fn level(level: LogLevel) -> tracing::level_filters::LevelFilter {
@@ -80,7 +103,7 @@ fn level(level: LogLevel) -> tracing::level_filters::LevelFilter {
 
 #[cfg(test)]
 mod tests {
-    use super::open;
+    use super::{look, open};
     use std::io::Write;
 
     #[test]
@@ -90,8 +113,11 @@ mod tests {
             open(&folder).unwrap().write_all(line.as_bytes()).unwrap();
         }
         assert_eq!(std::fs::read_to_string(folder.join("r3router.log")).unwrap(), "a\nb\n");
+        assert!(look(&folder).is_ok());
         std::fs::remove_dir_all(&folder).unwrap();
-        let error = open(std::path::Path::new("/dev/null/logs")).expect_err("a file is no folder");
-        assert!(error.to_string().starts_with("--log-dir: /dev/null/logs cannot be written"), "{error}");
+        assert!(look(&folder.join("deep/er")).is_ok());
+        assert!(!folder.exists(), "a look made a folder");
+        let error = look(std::path::Path::new("/dev/null/logs")).expect_err("a file is no folder");
+        assert!(error.message.starts_with("--log-dir: /dev/null/logs cannot be written"), "{error}");
     }
 }

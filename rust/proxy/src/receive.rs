@@ -1,5 +1,6 @@
 //! Request bodies: one limit for every route and framing, one copy at most, a time limit for what does not come, and an answer at once
 //! when it is known that the body is not wanted.
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,31 @@ fn stopped(what: &str, size: u64, announced: Option<u64>, limit: Duration, measu
     .with_limit(limit.as_secs_f64(), measured.as_secs_f64())
 }
 
+/// A body that did not come to its end: its framing is wrong, or its client has left.
+fn broken(error: &hyper::Error) -> Error {
+    let cause = std::error::Error::source(error).and_then(|e| e.downcast_ref::<io::Error>());
+    match cause {
+        Some(e) if matches!(e.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData) => {
+            Error::new(Kind::InvalidRequest, Source::Client, format!("the body's chunks cannot be read: {e}")).advise(
+                "begin each chunk with its size in hexadecimal and a line's end, and end the last, of size 0, with an empty line; or send a Content-Length",
+            )
+        }
+        _ => Error::new(Kind::ClientGone, Source::Client, format!("the body broke off: {error}")),
+    }
+}
+
+/// The refusal of a body that is no JSON as it stands. Engines take none either.
+fn encoded(headers: &HeaderMap) -> Option<Error> {
+    let encoding =
+        headers.get_all(header::CONTENT_ENCODING).iter().find(|e| !e.as_bytes().eq_ignore_ascii_case(b"identity"))?;
+    let message = format!("the body has Content-Encoding {encoding:?}, which is not read here");
+    Some(
+        Error::new(Kind::InvalidRequest, Source::Client, message)
+            .with_status(415)
+            .advise("send the body as it is, without Content-Encoding"),
+    )
+}
+
 /// A request's body as it comes in.
 #[derive(Debug)]
 pub struct Receiver<'a> {
@@ -54,9 +80,13 @@ impl Receiver<'_> {
     /// Reads a whole body of at most `limit` bytes.
     ///
     /// # Errors
-    /// `BodyTooLarge` as soon as it is known; `ReadTimeout` when nothing comes for `--body-read-timeout-secs` or the whole takes longer
+    /// 415 for a body that is encoded; `BodyTooLarge` as soon as it is known; `ReadTimeout` when nothing comes for `--body-read-timeout-secs` or the whole takes longer
     /// than a request may live; `ClientGone` when the connection broke.
     pub async fn body(&self, mut incoming: Incoming, limit: u64) -> Result<Bytes, Error> {
+        if let Some(error) = encoded(self.headers).filter(|_| !incoming.is_end_stream()) {
+            self.unwanted(incoming);
+            return Err(error);
+        }
         let announced = incoming.size_hint().exact();
         if let Some(length) = announced
             && length > limit
@@ -83,8 +113,7 @@ impl Receiver<'_> {
                 });
             };
             let Some(frame) = frame else { break };
-            let frame =
-                frame.map_err(|e| Error::new(Kind::ClientGone, Source::Client, format!("the body broke off: {e}")))?;
+            let frame = frame.map_err(|e| broken(&e))?;
             let Ok(piece) = frame.into_data() else { continue };
             size += piece.len() as u64;
             if size > limit {
@@ -102,6 +131,7 @@ impl Receiver<'_> {
                 }
             }
         }
+        self.edge.whole();
         Ok(whole.unwrap_or_else(|| more.freeze()))
     }
 
@@ -110,7 +140,7 @@ impl Receiver<'_> {
         if self.headers.contains_key(header::EXPECT) || incoming.is_end_stream() {
             return;
         }
-        let busy = self.edge.begin();
+        let busy = self.edge.more();
         self.app.runtime.spawn(async move {
             let dropped = async {
                 let mut size = 0;

@@ -36,6 +36,12 @@ fn engine_path(route: Route) -> &'static str {
     }
 }
 
+/// Whether a request of this kind has engines work for as long as its client waits, so that it must end when its client leaves.
+pub(crate) fn occupies_engines(method: &Method, path: &str) -> bool {
+    let passed = || passthrough::ANY_ENGINE.contains(&path) || passthrough::REGULAR_ONLY.contains(&path);
+    *method == Method::POST && (engine_route(path).is_some() || passed() || path.starts_with(passthrough::RESPONSES))
+}
+
 /// Answers one request.
 pub async fn answer(app: Arc<App>, request: Request<Incoming>, edge: Arc<Edge>) -> Reply {
     let origin = request.headers().get(header::ORIGIN).cloned();

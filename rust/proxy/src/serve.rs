@@ -4,8 +4,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use crate::reload::{Read, Reload};
-use crate::server::{Router, StartError};
+use crate::server::Router;
 use crate::settings::Settings;
+use crate::start::{Start, StartError};
 
 /// Serves until `shutdown`, inside the caller's runtime. `ready` gets the address once the port is bound.
 ///
@@ -66,6 +67,16 @@ pub fn serve_blocking(
     // Background aborts that were just started get a moment to leave.
     runtime.shutdown_timeout(std::time::Duration::from_millis(500));
     served
+}
+
+/// Does all that [`serve_blocking`] does before it takes a port, and lets it go again.
+///
+/// # Errors
+/// What that would refuse to start with.
+pub fn check_blocking(settings: Settings) -> Result<(), StartError> {
+    let failed = |error| StartError::Listen("a runtime".to_owned(), error);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    runtime.block_on(async { Start::of(settings).await.map(drop) })
 }
 
 /// What a signal asks for.

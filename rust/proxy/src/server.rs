@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::Request;
-use hyper::body::Incoming;
+use hyper::body::{Body, Incoming};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use r3router_core::error::{Error, Kind, Source};
+use r3router_core::error::Error;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -26,12 +26,13 @@ use crate::app::App;
 use crate::edge::{Edge, Held, Overdue, Socket};
 use crate::errors::{Reply, bytes_reply, error_reply, not_found};
 use crate::handover::{Doors, Given, Sockets, Taking};
+use crate::heads::{bad_head, half_a_head, half_closed, in_the_clear};
 use crate::reload::Named;
+use crate::seldom::Seldom;
 use crate::settings::Settings;
-use crate::{admin, check, discovery, handover, info, routes, tls};
+use crate::start::{Place, Start, StartError};
+use crate::{admin, check, handover, info, routes, tls};
 
-/// Connections that may wait to be accepted.
-const BACKLOG: u32 = 4096;
 /// Pause between looks for referenced rows that have expired.
 const SWEEP: Duration = Duration::from_secs(1);
 /// How long a client's connection may be idle after another router has taken over; clients keep theirs for 15 s or less.
@@ -41,33 +42,13 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// How long replies, and then the spans of their traces, may take to leave once the last request has ended.
 const FLUSH: Duration = Duration::from_secs(2);
 
-/// Why the router did not start.
-#[derive(Debug)]
-pub enum StartError {
-    /// It cannot listen.
-    Listen(String, io::Error),
-    /// A setting cannot be used.
-    Setting(Error),
-}
-
-impl std::fmt::Display for StartError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Listen(address, error) => write!(f, "cannot listen on {address}: {error}"),
-            Self::Setting(error) => error.fmt(f),
-        }
-    }
-}
-
-impl std::error::Error for StartError {}
-
 /// A router that listens.
 #[derive(Debug)]
 pub struct Router {
     app: Arc<App>,
     listener: TcpListener,
     metrics: Option<TcpListener>,
-    admin: Option<TcpListener>,
+    admin: Option<(Place, Option<TcpListener>)>,
     address: SocketAddr,
     discovery: Option<JoinHandle<()>>,
     taking: Option<Taking>,
@@ -79,6 +60,8 @@ impl Router {
     /// # Errors
     /// [`StartError`].
     pub async fn bind(settings: Settings) -> Result<Self, StartError> {
+        let Start { app, main, metrics, admin, discovery } = Start::of(settings).await?;
+        let settings = &app.settings;
         let (taken, mut taking) = match &settings.handover_socket {
             None => (None, None),
             Some(path) => {
@@ -86,23 +69,20 @@ impl Router {
             }
         };
         let (listener, given) = match taken {
-            None => (listen(&settings.host, settings.port).await?, None),
+            None => (main.listen()?, None),
             Some(Sockets { main, metrics }) => (main, metrics),
         };
         // The same series are on the main port; a second router on the host is no reason not to serve.
         let without = "no Prometheus port; /metrics on the main port has the same";
-        let metrics = match given {
-            Some(given) => Some(given),
-            None => aside(&settings.prometheus_host, settings.prometheus_port, without).await,
-        };
+        let metrics = given.or_else(|| aside(metrics.as_ref(), without));
         let without = "no admin listener yet; it is tried again, and --admin-port names another port";
-        let admin = aside(&settings.admin_host, settings.admin_port, without).await;
-        if admin.is_none() && !settings.control_on_main_port && taking.is_none() {
+        let managing = aside(admin.as_ref(), without);
+        if let (Some(admin), None, None, false) = (&admin, &managing, &taking, settings.control_on_main_port) {
             let error = io::Error::new(
                 io::ErrorKind::AddrInUse,
                 "and with --no-control-on-main-port nothing else takes workers",
             );
-            return Err(StartError::Listen(format!("{}:{}", settings.admin_host, settings.admin_port), error));
+            return Err(StartError::Listen(admin.to_string(), error));
         }
         let address = listener.local_addr().map_err(|e| StartError::Listen(settings.host.clone(), e))?;
         if taking.is_some() && ![0, address.port()].contains(&settings.port) {
@@ -110,16 +90,15 @@ impl Router {
             let path = settings.handover_socket.clone().unwrap_or_default();
             return Err(StartError::Listen(path, io::Error::other(has)));
         }
-        let app = App::new(settings).map_err(StartError::Setting)?;
         if taking.is_some() {
             app.gate.set_held(true);
         }
         register_named(&app).map_err(StartError::Setting)?;
-        let discovery = discovery::start(&app).map_err(StartError::Setting)?;
+        let discovery = discovery.map(|ready| ready.start(&app));
         if let Some(taking) = &mut taking {
             taking.inherit(&app);
         }
-        Ok(Self { app, listener, metrics, admin, address, discovery, taking })
+        Ok(Self { app, listener, metrics, admin: admin.map(|place| (place, managing)), address, discovery, taking })
     }
 
     /// Where it listens.
@@ -255,18 +234,14 @@ fn register_named(app: &Arc<App>) -> Result<(), Error> {
 }
 
 /// Serves the admin listener; tries to get its port while another has it, as the router before this one does until it has ended.
-async fn manage(app: Arc<App>, admin: Option<TcpListener>, closed: watch::Receiver<Closing>) {
-    let (host, port) = (&app.settings.admin_host, app.settings.admin_port);
-    if port == 0 {
-        return;
-    }
-    let mut found = admin;
+async fn manage(app: Arc<App>, admin: Option<(Place, Option<TcpListener>)>, closed: watch::Receiver<Closing>) {
+    let Some((place, mut found)) = admin else { return };
     let admin = loop {
         match found {
             Some(admin) => break admin,
             None => tokio::time::sleep(AGAIN).await,
         }
-        found = listen(host, port).await.ok();
+        found = place.listen().ok();
     };
     if let Ok(at) = admin.local_addr() {
         tracing::info!("the admin listener is at http://{at}");
@@ -275,39 +250,15 @@ async fn manage(app: Arc<App>, admin: Option<TcpListener>, closed: watch::Receiv
     accept(Arc::clone(&app), admin, open.watch(), closed, serve_admin).await;
 }
 
-/// A listener that the router can do without: `None` for port 0, and when it cannot be had, with a warning that says `without`.
-async fn aside(host: &str, port: u16, without: &str) -> Option<TcpListener> {
-    if port == 0 {
-        return None;
-    }
-    match listen(host, port).await {
+/// A listener that the router can do without: `None` when its port is taken, with a warning that says `without`.
+fn aside(place: Option<&Place>, without: &str) -> Option<TcpListener> {
+    match place?.listen() {
         Ok(listener) => Some(listener),
         Err(error) => {
             tracing::warn!(%error, "{without}");
             None
         }
     }
-}
-
-async fn listen(host: &str, port: u16) -> Result<TcpListener, StartError> {
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    let failed = |e: io::Error| StartError::Listen(format!("{host}:{port}"), e);
-    let mut last = io::Error::other("the name has no address");
-    for address in tokio::net::lookup_host((host, port)).await.map_err(failed)? {
-        match listen_on(address) {
-            Ok(listener) => return Ok(listener),
-            Err(error) => last = error,
-        }
-    }
-    Err(failed(last))
-}
-
-fn listen_on(address: SocketAddr) -> io::Result<TcpListener> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-    // A restarted router must get its port although old connections linger.
-    socket.set_reuseaddr(true)?;
-    socket.bind(address)?;
-    socket.listen(BACKLOG)
 }
 
 async fn accept<S, F>(
@@ -320,6 +271,7 @@ async fn accept<S, F>(
     S: Fn(Arc<App>, TcpStream, watch::Receiver<Closing>) -> F + Send,
     F: Future<Output = ()> + Send + 'static,
 {
+    let failing = Seldom::default();
     loop {
         if !*open.borrow_and_update() {
             if open.changed().await.is_err() {
@@ -334,11 +286,16 @@ async fn accept<S, F>(
         };
         match accepted {
             Ok((stream, _)) => {
+                if let Some(lasted) = failing.off() {
+                    tracing::info!(lasted_s = lasted.as_secs_f64(), "connections are accepted again");
+                }
                 app.runtime.spawn(serve(Arc::clone(&app), stream, closed.clone()));
             }
             // Out of file descriptors, or the client has gone already: the next one may do better.
             Err(error) => {
-                tracing::warn!(%error, "accept failed");
+                if let (true, lasted) = failing.on() {
+                    tracing::warn!(%error, lasted_s = lasted.as_secs(), "accept failed; it is tried until it does not");
+                }
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         }
@@ -396,10 +353,6 @@ async fn serve_main(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<Cl
     }
 }
 
-fn in_the_clear() -> Error {
-    Error::new(Kind::InvalidRequest, Source::Client, "this port speaks TLS").advise("use https:// in the address")
-}
-
 async fn serve_plain(app: Arc<App>, stream: TcpStream, closed: watch::Receiver<Closing>) {
     if stream.set_nodelay(true).is_err() {
         return;
@@ -441,13 +394,15 @@ where
 {
     let _open = Open::new(&app);
     let edge = Edge::new();
-    let service = service_fn(|request| {
-        let busy = edge.begin();
+    let service = service_fn(|request: Request<Incoming>| {
+        let stays = !routes::occupies_engines(request.method(), request.uri().path());
+        let busy = edge.begin(stays, request.body().is_end_stream());
         let answer = answer(request, Arc::clone(&edge));
         async move { Ok::<_, Infallible>(answer.await.map(|body| Held::new(body, busy))) }
     });
-    // Half-closed connections count as left: a client that waits for its answer keeps its side open, and engines are freed at once when it
-    // does not.
+    // A client that has closed its sending side after its request, and one that has closed its connection, send the same: an end of the stream.
+    // Nothing tells them apart until something is written to them. Engines are freed at once when a client leaves, so what runs on engines
+    // ends with it, and the client is told to keep its side open; everything else is answered (see `Socket`).
     let mut connection = http1::Builder::new()
         .half_close(false)
         .keep_alive(true)
@@ -458,11 +413,17 @@ where
         tokio::select! {
             biased;
             result = &mut connection => {
-                if let Err(error) = result {
-                    tracing::debug!(%error, "client connection");
-                    if error.is_parse() {
-                        connection.into_parts().io.into_inner().linger().await;
-                    }
+                let Err(error) = result else { return };
+                tracing::debug!(%error, "client connection");
+                let left = error.is_incomplete_message() && edge.unanswered();
+                // What is in work for the client ends here.
+                let mut socket = connection.into_parts().io.into_inner();
+                if socket.kept() {
+                    socket.refuse(&bad_head(&error)).await;
+                } else if left {
+                    socket.refuse(&half_closed()).await;
+                } else if error.is_parse() {
+                    socket.linger().await;
                 }
                 return;
             }
@@ -484,15 +445,4 @@ where
             },
         }
     }
-}
-
-fn half_a_head(bytes: usize, limit: Duration) -> Error {
-    let limit = limit.as_secs_f64();
-    Error::new(
-        Kind::ReadTimeout,
-        Source::Client,
-        format!("{bytes} bytes of a request's head came in {limit} s, and no end of it"),
-    )
-    .with_limit(limit, limit)
-    .advise("end the head with an empty line, or raise --header-read-timeout-secs")
 }

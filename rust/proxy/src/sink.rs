@@ -13,6 +13,7 @@ use crate::address::Address;
 use crate::allow::Allow;
 use crate::app::CONNECT;
 use crate::ask::ask;
+use crate::seldom::Seldom;
 use crate::tls::ClientTls;
 use crate::upstream::{Call, Pool};
 
@@ -28,6 +29,8 @@ const PAUSES: [Duration; 3] = [Duration::from_millis(200), Duration::from_secs(1
 pub struct Sink {
     url: String,
     pool: Arc<Pool>,
+    /// That it takes nothing.
+    failing: Seldom,
     /// References that were put.
     pub put: AtomicU64,
     /// References that were not.
@@ -44,7 +47,7 @@ impl Sink {
         let (put, failed) = (AtomicU64::new(0), AtomicU64::new(0));
         // The operator named it: it is no worker, so that the list of workers says nothing of it.
         let pool = Pool::secured(address, idle, CONNECT, Some(Arc::clone(tls)), &Arc::new(Allow::new(&[])));
-        Ok(Self { url: url.to_owned(), pool, put, failed })
+        Ok(Self { url: url.to_owned(), pool, failing: Seldom::default(), put, failed })
     }
 
     /// `reply` with each reference of ours replaced by the store's.
@@ -85,6 +88,9 @@ impl Sink {
                         members("handle") && members("fields")
                     });
                     return if fits {
+                        if let Some(lasted) = self.failing.off() {
+                            tracing::info!(sink = %self.url, lasted_s = lasted.as_secs_f64(), "rows are put again");
+                        }
                         Ok(answer.body)
                     } else {
                         Err(self.error("it answered something that is no reference"))
@@ -101,8 +107,12 @@ impl Sink {
                 }
                 Err(error) => error.to_string(),
             };
+            // Every sample of a batch meets the same.
+            if let (true, lasted) = self.failing.on() {
+                let lasted_s = lasted.as_secs();
+                tracing::warn!(sink = %self.url, why, lasted_s, "rows were not put; each is tried again a few times");
+            }
             let Some(pause) = pauses.next() else { return Err(self.error(&why)) };
-            tracing::warn!(sink = %self.url, why, "rows were not put; another try follows");
             tokio::time::sleep(*pause).await;
         }
     }

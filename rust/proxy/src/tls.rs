@@ -311,7 +311,10 @@ pub async fn watch(server: Option<Arc<ServerTls>>, client: Arc<ClientTls>) {
         tokio::time::sleep(LOOK).await;
         for changed in look(server.as_deref(), &client) {
             match changed {
-                Ok(true) => tracing::info!("certificates read anew; new connections use them"),
+                Ok(true) => {
+                    last.clear();
+                    tracing::info!("certificates read anew; new connections use them");
+                }
                 // Once: a file may be broken for long.
                 Err(error) if error.message != last => {
                     tracing::warn!(%error, "certificates cannot be read anew; those that were read before are used");

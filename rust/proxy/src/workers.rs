@@ -14,6 +14,7 @@ use tokio::sync::{Notify, watch};
 
 use crate::address::Address;
 use crate::probe::Found;
+use crate::seldom::Seldom;
 use crate::worker::{Key, Worker};
 
 /// Engines that an error tells of one by one.
@@ -139,6 +140,8 @@ pub struct Entry {
     pub look: Arc<Notify>,
     /// The last generation, while anything of it is left.
     pub last: Mutex<Weak<Worker>>,
+    /// That it does not answer.
+    silence: Seldom,
     /// The address that it was reached at.
     reached: Mutex<Option<SocketAddr>>,
     state: Mutex<State>,
@@ -200,15 +203,24 @@ impl Entry {
 }
 
 impl Entry {
-    /// One line for each change that a person may look for. What takes a worker out of choice is a warning, and so is its return: who
+    /// One line for each change that a person may look for, and now and then one for what goes on. What takes a worker out of choice is a warning, and so is its return: who
     /// reads warnings only must see both.
     fn log(&self, before: &State, after: &State) {
         let url = &*self.registration.shown;
         let role = role_name(self.registration.role);
         let why = &*after.message;
         let (from, to) = (before.phase.name(), after.phase.name());
+        if before.phase != after.phase {
+            self.silence.off();
+        }
         match (before.phase, after.phase) {
+            (Phase::Down, Phase::Down) => {
+                if let (true, away) = self.silence.on() {
+                    tracing::warn!(worker = url, role, away_s = away.as_secs(), why, "worker is still down");
+                }
+            }
             (_, Phase::Down) => {
+                self.silence.on();
                 tracing::warn!(worker = url, role, from, to, why, "worker down; it is looked at until it answers");
             }
             (_, Phase::Failed) if before.phase != Phase::Failed => {
@@ -222,10 +234,13 @@ impl Entry {
                 );
             }
             (Phase::Down, Phase::Active) => {
-                tracing::warn!(worker = url, role, from, to, why, "worker up again, as a new generation");
+                let away_s = before.since.elapsed().as_secs_f64();
+                tracing::warn!(worker = url, role, from, to, away_s, why, "worker up again, as a new generation");
             }
-            (Phase::Pending, Phase::Pending) if before.message != after.message => {
-                tracing::warn!(worker = url, role, why, "worker does not answer yet");
+            (Phase::Pending, Phase::Pending) => {
+                if let (true, waited) = self.silence.on() {
+                    tracing::warn!(worker = url, role, waited_s = waited.as_secs(), why, "worker does not answer yet");
+                }
             }
             (Phase::Active, Phase::Active) if before.ejected != after.ejected => {
                 let what = if after.ejected { "unhealthy, taken out of choice" } else { "back in choice" };
@@ -286,6 +301,7 @@ impl Registry {
             registration,
             look: Arc::new(Notify::new()),
             last: Mutex::new(Weak::new()),
+            silence: Seldom::default(),
             reached: Mutex::default(),
             state: Mutex::new(State {
                 phase: Phase::Pending,

@@ -4,6 +4,7 @@ use r3router_engine::bounds;
 use r3router_engine::demo::{DemoOptions, run};
 
 use crate::errors::{RunError, SettingsError};
+use crate::say::say;
 
 /// The options of `demo` with their defaults, as JSON.
 #[pyfunction]
@@ -22,8 +23,7 @@ pub(crate) fn demo_bounds() -> String {
 pub(crate) fn demo(py: Python<'_>, options: &str) -> PyResult<bool> {
     let options: DemoOptions = serde_json::from_str(options).map_err(|e| SettingsError::new_err(e.to_string()))?;
     options.check().map_err(SettingsError::new_err)?;
-    let report =
-        py.detach(|| run(&options, |line| println!("{line}"))).map_err(|e| RunError::new_err(e.to_string()))?;
-    println!("\n{}", report.table());
+    let report = py.detach(|| run(&options, |line| say(line))).map_err(|e| RunError::new_err(e.to_string()))?;
+    say(format_args!("\n{}", report.table()));
     Ok(report.holds())
 }

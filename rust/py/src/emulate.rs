@@ -4,6 +4,7 @@ use r3router_engine::bounds;
 use r3router_engine::emulator::{EmulateOptions, emulate_blocking};
 
 use crate::errors::{RunError, SettingsError};
+use crate::say::say;
 
 /// The options of `emulate` with their defaults, as JSON.
 #[pyfunction]
@@ -22,5 +23,5 @@ pub(crate) fn emulate_bounds() -> String {
 pub(crate) fn emulate(py: Python<'_>, options: &str) -> PyResult<()> {
     let options: EmulateOptions = serde_json::from_str(options).map_err(|e| SettingsError::new_err(e.to_string()))?;
     options.fleet().map_err(SettingsError::new_err)?;
-    py.detach(|| emulate_blocking(&options, |text| println!("{text}"))).map_err(|e| RunError::new_err(e.to_string()))
+    py.detach(|| emulate_blocking(&options, |text| say(text))).map_err(|e| RunError::new_err(e.to_string()))
 }

@@ -5,6 +5,7 @@ mod emulate;
 mod errors;
 mod load;
 mod reference;
+mod say;
 mod serve;
 mod settings;
 mod simulate;
@@ -20,6 +21,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(settings::settings_schema, m)?)?;
     m.add_function(wrap_pyfunction!(settings::peer_flags, m)?)?;
     m.add_function(wrap_pyfunction!(settings::check_settings, m)?)?;
+    m.add_function(wrap_pyfunction!(serve::check_start, m)?)?;
     m.add_function(wrap_pyfunction!(check::check_fleet, m)?)?;
     m.add_function(wrap_pyfunction!(reference::admin_page, m)?)?;
     m.add_function(wrap_pyfunction!(reference::checks_page, m)?)?;

@@ -3,6 +3,8 @@ use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use r3router_engine::load::{LoadPlan, backend, relay, run_blocking};
 
+use crate::say::say;
+
 /// Runs a load plan (JSON) and returns its report (JSON).
 #[pyfunction]
 pub(crate) fn bench_load(py: Python<'_>, plan: &str) -> PyResult<String> {
@@ -22,13 +24,12 @@ pub(crate) fn bench_decode(py: Python<'_>, text_bytes: usize, repeats: usize) ->
 #[pyfunction]
 pub(crate) fn bench_backend(py: Python<'_>, plans: &str) -> PyResult<()> {
     let plans = serde_json::from_str(plans).map_err(|error| PyValueError::new_err(error.to_string()))?;
-    py.detach(|| backend::serve_blocking(plans, || println!("ready")))
-        .map_err(|error| PyOSError::new_err(error.to_string()))
+    py.detach(|| backend::serve_blocking(plans, || say("ready"))).map_err(|error| PyOSError::new_err(error.to_string()))
 }
 
 /// Serves the yardstick relay until the process ends; prints `ready`.
 #[pyfunction]
 pub(crate) fn bench_relay(py: Python<'_>, port: u16, prefill: &str, decode: &str) -> PyResult<()> {
-    py.detach(|| relay::relay_blocking(port, prefill, decode, || println!("ready")))
+    py.detach(|| relay::relay_blocking(port, prefill, decode, || say("ready")))
         .map_err(|error| PyOSError::new_err(error.to_string()))
 }

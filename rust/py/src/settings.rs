@@ -20,11 +20,15 @@ pub(crate) fn peer_flags() -> String {
 /// Merges and checks sources (`{"flags": …, "env": …, "config": …}` as JSON) and returns `{"values", "origins", "warnings"}` as JSON.
 #[pyfunction]
 pub(crate) fn check_settings(sources: &str) -> PyResult<String> {
-    let loaded = load(sources)?;
+    load(sources).map(|loaded| report(&loaded))
+}
+
+/// Values, origins and warnings as JSON.
+pub(crate) fn report(loaded: &Loaded) -> String {
     let values: Map<String, Value> = loaded.settings.values().into_iter().map(|(k, v)| (k.to_owned(), v)).collect();
     let origins: Map<String, Value> =
         loaded.origins.iter().map(|(k, v)| ((*k).to_owned(), json!(v.to_string()))).collect();
-    Ok(json!({ "values": values, "origins": origins, "warnings": loaded.warnings }).to_string())
+    json!({ "values": values, "origins": origins, "warnings": loaded.warnings }).to_string()
 }
 
 /// Reads sources, with the errors of the settings as `SettingsError`.
