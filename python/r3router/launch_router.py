@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from r3router.cli.options import PeerFlag, Setting, describe, peer_flags, settings
 from r3router.native import core
+from r3router.output import may_close
 
 __all__ = ["RouterArgs", "launch_router", "main", "parse_router_args"]
 
@@ -251,7 +252,8 @@ def parse_router_args(args: Sequence[str]) -> RouterArgs:
 def main() -> None:
     """`python -m r3router.launch_router`: exit status 1 when it cannot run, 2 when it is written wrongly."""
     try:
-        launch_router(parse_router_args(sys.argv[1:]))
+        with may_close():
+            launch_router(parse_router_args(sys.argv[1:]))
     except core.SettingsError as error:
         for line in str(error).splitlines():
             print(f"Error: {line}", file=sys.stderr)

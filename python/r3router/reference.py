@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from r3router.deploy import alerts, board, values
 from r3router.native import core
+from r3router.output import may_close
 
 CHART: Final = "deploy/helm/r3router"
 PAGES: Final[dict[str, Callable[[], str]]] = {
@@ -102,6 +103,12 @@ def demo_notes(column: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Checks, writes, or puts the table into README.md."""
+    with may_close():
+        run()
+
+
+def run() -> None:
+    """Does what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the pages that differ")
     parser.add_argument("--demo-table", type=Path, metavar="DEMO.json", help="put the table of a demo into README.md")

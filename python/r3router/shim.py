@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from r3router import __version__
+from r3router.output import may_close
 
 VERSION: Final = f"0.3.2+r3router.{__version__}"
 """Of the surface that it provides. Frameworks compare it with 0.3.0 and older."""
@@ -118,6 +119,12 @@ def remove(folder: Path) -> list[Path]:
 
 def main() -> None:
     """Exit status 1 when another `sglang_router` is there, or when there was nothing to remove."""
+    with may_close():
+        run()
+
+
+def run() -> None:
+    """Does what the command line says."""
     parser = argparse.ArgumentParser(prog="python -m r3router.shim", description="Provide the package sglang_router with r3router's names.")
     parser.add_argument("what", choices=["install", "remove", "status"])
     default = Path(sysconfig.get_path("purelib"))

@@ -6,6 +6,8 @@ from typing import Final
 
 import click
 
+from r3router.output import may_close
+
 # Name, and what `--help` says of it. Each lives in a module of the same name, as `command`.
 COMMANDS: Final = {
     "serve": "Route requests to engines.",
@@ -57,4 +59,5 @@ def group() -> None:
 
 def main() -> None:
     """Runs the command line and leaves with its status: 0 done, 1 failed, 2 written wrongly."""
-    group(prog_name="r3router" if sys.argv[0].endswith("r3router") else "python -m r3router")
+    with may_close():
+        group(prog_name="r3router" if sys.argv[0].endswith("r3router") else "python -m r3router")
