@@ -291,4 +291,5 @@ async def test_serve_logs_the_same_findings_once_its_engines_are_there(lab: Lab)
             break
     assert (status, report["worst"]) == (1, "error")
     assert [f["code"] for f in report["findings"] if f["severity"] == "error"] == ["pair.page_size"]
-    assert [(e["role"], e["ranks"], e["version"]) for e in report["engines"]] == [("prefill", 1, "0.5.23"), ("decode", 1, "0.5.23")]
+    shown = [(e["role"], e["ranks"], e["version"], e["model"]) for e in report["engines"]]
+    assert shown == [("prefill", 1, "0.5.23", "m"), ("decode", 1, "0.5.23", "m")]

@@ -57,6 +57,7 @@ def running(url: str, key: str | None) -> dict[str, Any]:
     listener = Admin(url, key or os.environ.get("R3ROUTER_ADMIN_API_KEY"))
     try:
         findings, ranks = listener.get("/admin/findings")["findings"], listener.get("/admin/ranks")["ranks"]
+        models = {worker["id"]: worker.get("metadata", {}).get("model_path") for worker in listener.get("/workers")["workers"]}
     except AdminError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)
@@ -64,7 +65,9 @@ def running(url: str, key: str | None) -> dict[str, Any]:
     for rank in ranks:
         there = rank["rank"] is not None
         known = {"url": rank["url"], "role": rank["role"], "answers": there, "why": rank["why"], "ranks": 0, "version": rank["version"]}
-        worker = workers.setdefault(rank["worker"], {**known, "model": None, "rows_per_rank": rank["rows"], "tokens_per_rank": rank["kv"]})
+        worker = workers.setdefault(
+            rank["worker"], {**known, "model": models.get(rank["worker"]), "rows_per_rank": rank["rows"], "tokens_per_rank": rank["kv"]}
+        )
         worker["ranks"] += there
     worst = next((s for s in ("error", "warning") if any(f["severity"] == s for f in findings)), None)
     return {"warnings": [], "engines": list(workers.values()), "findings": findings, "worst": worst}
