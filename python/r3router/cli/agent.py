@@ -41,7 +41,9 @@ def command(
     try:
         from r3router.agent.server import Options, run
     except ImportError as error:
-        click.echo(f"Error: the agent needs the extra `agent` (pip install 'r3router[agent]'): {error}", err=True)
+        click.echo(
+            f"Error: the agent needs the extra `agent` (pip install 'r3router-….whl[agent]', the wheel of `make wheel`): {error}", err=True
+        )
         sys.exit(1)
     try:
         run(Options(host, port, directory, parent, api_key, engine_pid, engine_start, connections, nixl))

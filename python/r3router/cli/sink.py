@@ -51,7 +51,9 @@ def command(
         from r3router.sink import mooncake
         from r3router.sink.server import Options, run
     except ImportError as error:
-        click.echo(f"Error: the sink needs the extra `client` (pip install 'r3router[client]'): {error}", err=True)
+        click.echo(
+            f"Error: the sink needs the extra `client` (pip install 'r3router-….whl[client]', the wheel of `make wheel`): {error}", err=True
+        )
         sys.exit(1)
     store = mooncake.Options(master, local_hostname, protocol, device, metadata, buffer_mb << 20, key_prefix, namespace, replicas)
     try:
