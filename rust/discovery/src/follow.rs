@@ -13,7 +13,7 @@ const LEAST: Duration = Duration::from_millis(200);
 /// Longest pause after failures.
 const MOST: Duration = Duration::from_secs(10);
 /// Pause before the same failure is said again.
-const AGAIN: Duration = Duration::from_mins(5);
+const AGAIN: Duration = Duration::from_secs(300);
 
 /// Follows the objects of one kind for ever; drop the future to end. `apply` gets what changes, in order. While the API server does not
 /// answer, nothing changes: that it is down does not mean that engines are.

@@ -82,8 +82,8 @@ impl Address {
             }
             let host = match by_numbers(&host) {
                 None => host,
-                Some(Some(ip)) => ip.to_string(),
-                Some(None) => return Err(bad("the host is neither a name nor an IPv4 address")),
+                Some(Ok(ip)) => ip.to_string(),
+                Some(Err(why)) => return Err(bad(why)),
             };
             (host, port)
         };
@@ -111,9 +111,9 @@ impl Address {
 }
 
 /// The address that the system's resolver makes of a host of numbers (`inet_aton`): one to four of them, decimal, octal or hexadecimal, the last
-/// of which fills what is left of the 32 bits. `None` for a name; `Some(None)` for what ends in a number and is no address, which no resolver
-/// should be asked for.
-fn by_numbers(host: &str) -> Option<Option<Ipv4Addr>> {
+/// of which fills what is left of the 32 bits. `None` for a name; an error for what ends in a number and is no address, which no resolver should be asked
+/// for.
+fn by_numbers(host: &str) -> Option<Result<Ipv4Addr, &'static str>> {
     let parts: Vec<&str> = host.split('.').collect();
     let last = parts.last()?;
     let hexadecimal = last.strip_prefix("0x").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_hexdigit()));
@@ -134,7 +134,7 @@ fn by_numbers(host: &str) -> Option<Option<Ipv4Addr>> {
         (*last < 1 << bits).then_some(())?;
         u32::try_from(whole << bits | last).ok().map(Ipv4Addr::from_bits)
     });
-    Some(address)
+    Some(address.ok_or("the host is neither a name nor an IPv4 address"))
 }
 
 #[cfg(test)]

@@ -209,7 +209,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Socket<T> {
 
     /// Reads what the client of a refused request had sent already: closing with unread bytes would reset the connection, and the answer
     /// would be lost.
-    pub async fn linger(&mut self) {
+    async fn linger(&mut self) {
         let _ = tokio::time::timeout(LINGER_TIME, async {
             let mut tile = [0; 4096];
             let mut left = LINGER;

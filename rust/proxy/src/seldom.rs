@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 /// Pause before the same is said again.
-pub const AGAIN: Duration = Duration::from_mins(5);
+pub const AGAIN: Duration = Duration::from_secs(300);
 
 /// Something that may go on for long.
 #[derive(Debug, Default)]

@@ -418,12 +418,10 @@ where
                 let left = error.is_incomplete_message() && edge.unanswered();
                 // What is in work for the client ends here.
                 let mut socket = connection.into_parts().io.into_inner();
-                if socket.kept() {
+                if socket.kept() || error.is_parse() {
                     socket.refuse(&bad_head(&error)).await;
                 } else if left {
                     socket.refuse(&half_closed()).await;
-                } else if error.is_parse() {
-                    socket.linger().await;
                 }
                 return;
             }

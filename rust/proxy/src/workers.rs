@@ -17,6 +17,8 @@ use crate::probe::Found;
 use crate::seldom::Seldom;
 use crate::worker::{Key, Worker};
 
+/// What is known of an engine that was just registered.
+const NOT_ASKED: &str = "not asked yet";
 /// Engines that an error tells of one by one.
 const EXPLAINED: usize = 4;
 /// Characters of what each of them last met.
@@ -203,8 +205,8 @@ impl Entry {
 }
 
 impl Entry {
-    /// One line for each change that a person may look for, and now and then one for what goes on. What takes a worker out of choice is a warning, and so is its return: who
-    /// reads warnings only must see both.
+    /// One line for each change that a person may look for, and now and then one for what goes on. What takes a worker out of choice is a
+    /// warning, and so is its return: who reads warnings only must see both.
     fn log(&self, before: &State, after: &State) {
         let url = &*self.registration.shown;
         let role = role_name(self.registration.role);
@@ -237,7 +239,7 @@ impl Entry {
                 let away_s = before.since.elapsed().as_secs_f64();
                 tracing::warn!(worker = url, role, from, to, away_s, why, "worker up again, as a new generation");
             }
-            (Phase::Pending, Phase::Pending) => {
+            (Phase::Pending, Phase::Pending) if after.message != NOT_ASKED => {
                 if let (true, waited) = self.silence.on() {
                     tracing::warn!(worker = url, role, waited_s = waited.as_secs(), why, "worker does not answer yet");
                 }
@@ -305,7 +307,7 @@ impl Registry {
             reached: Mutex::default(),
             state: Mutex::new(State {
                 phase: Phase::Pending,
-                message: "not asked yet".to_owned(),
+                message: NOT_ASKED.to_owned(),
                 worker: None,
                 found: None,
                 ejected: false,

@@ -23,5 +23,5 @@ pub(crate) fn emulate_bounds() -> String {
 pub(crate) fn emulate(py: Python<'_>, options: &str) -> PyResult<()> {
     let options: EmulateOptions = serde_json::from_str(options).map_err(|e| SettingsError::new_err(e.to_string()))?;
     options.fleet().map_err(SettingsError::new_err)?;
-    py.detach(|| emulate_blocking(&options, |text| say(text))).map_err(|e| RunError::new_err(e.to_string()))
+    py.detach(|| emulate_blocking(&options, say)).map_err(|e| RunError::new_err(e.to_string()))
 }
