@@ -334,7 +334,11 @@ async def test_wrk_1_no_call_of_any_route_reaches_an_engine_before_it_is_active_
         if (await client.get(f"/workers/{worker_id}")).json()["state"] == "active":
             break
         await asyncio.sleep(0.02)
-    await asyncio.gather(*(client.post(at.path, body_of(at.path)) for _ in range(12)))
+    # It is in choice once it has told its load, which it is asked for every 100 ms.
+    for _ in range(100):
+        await asyncio.gather(*(client.post(at.path, body_of(at.path)) for _ in range(12)))
+        if late.name in {name for name, _ in at.reached(fleet)}:
+            break
     assert late.name in {name for name, _ in at.reached(fleet)}, "an active engine was given none"
     assert (await client.delete(f"/workers/{worker_id}")).status < 300
     await until_absent(client, late.url)

@@ -69,7 +69,8 @@ def accepted(text: str, folder: Path, env: dict[str, str] | None = None) -> Json
     flags = {"r3_arena_bytes": "16MiB", "r3_store_dir": str(folder)}
     given = module("tomllib").loads(text)
     if "r3_spill_dir" in given:
-        flags["r3_spill_dir"] = str(folder)
+        (folder / "disk").mkdir(exist_ok=True)
+        flags["r3_spill_dir"] = str(folder / "disk")
     checked: Json = json.loads(core.check_settings(json.dumps({"flags": flags, "env": env or {}, "config": str(path)})))
     # The arena's own text, by itself.
     alone = {"r3_arena_bytes": module("tomllib").loads(text)["r3_arena_bytes"]}
