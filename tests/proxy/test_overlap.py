@@ -375,3 +375,36 @@ async def test_references_outlive_a_new_router_that_dies(lab: Lab, tmp_path: Pat
     await reference.read(last.client)
     assert await last.stop() == 0
     assert not list(lab.store.iterdir())
+
+
+async def test_what_persons_decided_about_engines_is_known_to_the_next_router(lab: Lab, tmp_path: Path) -> None:
+    fleet = await lab.fleet(Fleet.pd(decodes=4, decode={"dp_size": 2}))
+    base = ["--pd-disaggregation", "--r3-store-dir", str(lab.store), "--handover-socket", str(tmp_path / "handover")]
+    base += ["--prefill", fleet.p.url, str(fleet.p.bootstrap.port)]
+    whole, rank, dropped, registered = fleet.decodes
+    named = [*base, "--decode", whole.url, "--decode", rank.url]
+    router = Router([*named, "--decode", dropped.url], lab.folder / "router-first.log")
+    lab.routers.append(router)
+    await router.start()
+    body = {"url": registered.url, "worker_type": "decode", "priority": 7, "labels": {"rack": "b"}}
+    assert (await router.client.post("/workers", body)).status == 202
+    for out in ({"worker": whole.url}, {"worker": rank.url, "rank": 1}, {"worker": registered.url, "rank": 0}):
+        admin = Client(router.admin_port)
+        headers = [("content-type", "application/json"), ("host", f"127.0.0.1:{router.admin_port}")]
+        assert (await admin.request("POST", "/admin/drain", out, headers)).status == 200
+        admin.close()
+    new = await successor(lab, router, named)
+    listed = {w["url"]: w for w in (await new.client.get("/workers")).json()["workers"]}
+    # What this router's settings do not name any more is gone, what somebody registered is there as it was.
+    assert set(listed) == {fleet.p.url, whole.url, rank.url, registered.url}
+    assert (listed[registered.url]["priority"], listed[registered.url]["labels"]) == (7, {"rack": "b"})
+    for engine in fleet.engines:
+        engine.legs.clear()
+    assert statuses([await new.client.generate(**GENERATE) for _ in range(40)]) == {200: 40}
+    assert {(leg.engine.name, leg.rank) for leg in fleet.legs("decode")} == {(rank.name, 0), (registered.name, 1)}
+    # And so to the one after it.
+    last = await successor(lab, new, named)
+    for engine in fleet.engines:
+        engine.legs.clear()
+    assert statuses([await last.client.generate(**GENERATE) for _ in range(40)]) == {200: 40}
+    assert {(leg.engine.name, leg.rank) for leg in fleet.legs("decode")} == {(rank.name, 0), (registered.name, 1)}

@@ -44,7 +44,7 @@ use crate::app::{App, CONNECT};
 use crate::registration;
 use crate::store::Bequest;
 use crate::upstream::Pool;
-use crate::workers::{Phase, role_name};
+use crate::workers::{Drained, Entry, Phase};
 
 /// Sockets that are handed over: the main port's and that of the metrics.
 const SOCKETS: usize = 2;
@@ -143,7 +143,11 @@ pub async fn ask(path: &Path) -> io::Result<Option<(Sockets, Taking)>> {
                 return Err(bad("no end of the first line"));
             }
             let mut tile = [0; 4096];
-            let got = stream.async_io(Interest::READABLE, || receive(stream.as_fd(), &mut tile, &mut sockets)).await?;
+            let got = stream.async_io(Interest::READABLE, || receive(stream.as_fd(), &mut tile, &mut sockets)).await;
+            let got = match got {
+                Err(e) if e.kind() != io::ErrorKind::ConnectionReset => return Err(e),
+                got => got.unwrap_or(0),
+            };
             if got == 0 {
                 return Err(bad("the serving router ended the handover; another one may be on its way"));
             }
@@ -326,7 +330,7 @@ fn bind(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
 }
 
 async fn hand_over(app: &Arc<App>, stream: UnixStream, sockets: &[OwnedFd], doors: &Doors) -> io::Result<Given> {
-    let workers: Vec<Value> = if app.settings.service_discovery { Vec::new() } else { known(app) };
+    let workers: Vec<Value> = known(app);
     // A path that is no text is the other router's loss, which its log says.
     let store = |b: Bequest| json!({ "path": b.path.to_string_lossy(), "spilled": b.spilled });
     let stores: Vec<Value> = app.store.bequests().into_iter().map(store).collect();
@@ -365,18 +369,10 @@ async fn hand_over(app: &Arc<App>, stream: UnixStream, sockets: &[OwnedFd], door
     Ok(Given { _reader: reader, _writer: writer })
 }
 
-/// The registered engines, as `POST /workers` takes them.
+/// The engines of which this router knows what the next one's settings and discovery do not say: see [`registration::told`].
 fn known(app: &App) -> Vec<Value> {
-    let entry = |e: &Arc<crate::workers::Entry>| {
-        let r = &e.registration;
-        let key = r.key.get().filter(|k| Some(k) != app.worker_key.as_ref());
-        let key = key.as_ref().and_then(|k| k.to_str().ok()).and_then(|k| k.strip_prefix("Bearer "));
-        json!({
-            "url": &*r.shown, "worker_type": role_name(r.role), "bootstrap_port": r.bootstrap_port,
-            "api_key": key, "disable_health_check": !r.health_checks,
-        })
-    };
-    app.registry.all().iter().map(entry).collect()
+    let alone = |entry: &&Arc<Entry>| !entry.registration.named || entry.state().drained != Drained::default();
+    app.registry.all().iter().filter(alone).map(|entry| registration::told(app, entry)).collect()
 }
 
 /// A port of the loopback for what the old router passes on.

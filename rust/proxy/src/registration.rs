@@ -14,7 +14,7 @@ use crate::errors::{ERROR_CODE, Reply, json_reply, not_json, wrong_method};
 use crate::keeper;
 use crate::settings::nearest;
 use crate::worker::Key;
-use crate::workers::{Entry, Phase, Registration, role_name};
+use crate::workers::{Drained, Entry, Phase, Registration, role_name};
 
 /// Fields of `POST /workers` that are kept and shown; no decision uses them.
 const SHOWN: [&str; 5] = ["model_id", "priority", "cost", "labels", "runtime"];
@@ -67,7 +67,7 @@ pub fn register(app: &Arc<App>, registration: Registration) -> Result<Arc<Entry>
 /// # Errors
 /// When `url` is no address.
 pub fn plain(url: &str, role: Role, bootstrap_port: Option<u16>) -> Result<Registration, Error> {
-    Ok(at(Address::parse(url)?, url, role, bootstrap_port))
+    Ok(Registration { named: true, ..at(Address::parse(url)?, url, role, bootstrap_port) })
 }
 
 fn at(address: Address, url: &str, role: Role, bootstrap_port: Option<u16>) -> Registration {
@@ -79,17 +79,58 @@ fn at(address: Address, url: &str, role: Role, bootstrap_port: Option<u16>) -> R
         key: Key::default(),
         health_checks: true,
         extra: Map::new(),
+        named: false,
     }
 }
 
-/// Registers an engine from what `POST /workers` takes.
+/// What the next router is told of an engine: what `POST /workers` takes, `named`, and `drained` (true, or the ranks).
+pub fn told(app: &App, entry: &Entry) -> Value {
+    let (r, state) = (&entry.registration, entry.state());
+    let key = r.key.get().filter(|k| Some(k) != app.worker_key.as_ref());
+    let key = key.as_ref().and_then(|k| k.to_str().ok()).and_then(|k| k.strip_prefix("Bearer "));
+    let mut fields = state.extra.clone();
+    let own = json!({
+        "url": &*r.shown, "worker_type": role_name(r.role), "bootstrap_port": r.bootstrap_port,
+        "api_key": key, "disable_health_check": !r.health_checks, "named": r.named,
+        "drained": if state.drained.all { json!(true) } else { json!(state.drained.ranks) },
+    });
+    if let Value::Object(own) = own {
+        fields.extend(own);
+    }
+    Value::Object(fields)
+}
+
+/// Takes an engine of the router before this one, as [`told`]: registers it when somebody had, and keeps what a person took out of choice.
 ///
 /// # Errors
 /// As [`register`], and when it is no registration.
 pub fn again(app: &Arc<App>, fields: &Value) -> Result<(), Error> {
-    let Value::Object(fields) = fields else { return Err(invalid("no object".to_owned(), ADVICE)) };
-    let (registration, _) = read_fields(fields, app.settings.pd_disaggregation)?;
-    if app.registry.find(&registration.address.url).is_none() {
+    let Value::Object(mut fields) = fields.clone() else { return Err(invalid("no object".to_owned(), ADVICE)) };
+    let named = fields.remove("named").is_some_and(|named| named == true);
+    let drained = match fields.remove("drained") {
+        Some(Value::Bool(all)) => Drained { all, ..Drained::default() },
+        Some(Value::Array(ranks)) => {
+            let rank = |r: &Value| r.as_u64().and_then(|r| u16::try_from(r).ok());
+            Drained { ranks: ranks.iter().filter_map(rank).collect(), ..Drained::default() }
+        }
+        _ => Drained::default(),
+    };
+    let (registration, _) = read_fields(&fields, app.settings.pd_disaggregation)?;
+    let url = Arc::clone(&registration.address.url);
+    match app.registry.find(&url) {
+        _ if drained == Drained::default() => {}
+        Some(entry) => {
+            entry.change(|state| {
+                if let (Some(worker), Some(found)) = (&state.worker, &state.found) {
+                    app.gate.set_drained(worker.id, &drained.of(found.ranks), true);
+                }
+                state.drained = drained;
+            });
+        }
+        None => app.registry.inherit(Arc::clone(&url), drained),
+    }
+    // What settings or discovery named there, those of this router name, or name no more.
+    if !named && app.registry.find(&url).is_none() {
         register(app, registration)?;
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! The registered engines: one entry per engine process address, whatever spelling it was named by, and its state from
 //! pending to active, failed or removed.
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt::Write;
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
@@ -70,6 +70,8 @@ pub struct Registration {
     pub health_checks: bool,
     /// `model_id`, `labels`, `priority`, `cost`: kept and shown, no decision uses them.
     pub extra: Map<String, Value>,
+    /// Whether settings or discovery name it. Otherwise somebody registered it, and only a router's memory has it.
+    pub named: bool,
 }
 
 /// Which ranks a person took out of choice. It outlives the engine's restarts.
@@ -260,6 +262,8 @@ impl Entry {
 #[derive(Debug, Default)]
 pub struct Registry {
     entries: RwLock<Vec<Arc<Entry>>>,
+    /// What is drained of engines that are not registered yet, by their addresses.
+    inherited: Mutex<HashMap<Arc<str>, Drained>>,
 }
 
 /// A role that both modes share.
@@ -298,6 +302,7 @@ impl Registry {
         }
         let (phase, _) = watch::channel(Phase::Pending);
         let extra = registration.extra.clone();
+        let drained = self.inherited.lock().remove(&registration.address.url).unwrap_or_default();
         let entry = Arc::new(Entry {
             id: new_id(),
             registration,
@@ -311,7 +316,7 @@ impl Registry {
                 worker: None,
                 found: None,
                 ejected: false,
-                drained: Drained::default(),
+                drained,
                 since: Instant::now(),
                 extra,
             }),
@@ -319,6 +324,11 @@ impl Registry {
         });
         entries.push(Arc::clone(&entry));
         Ok((entry, true))
+    }
+
+    /// Keeps for the engine at `url`, which is not registered yet, what a person took out of choice at the router before this one.
+    pub fn inherit(&self, url: Arc<str>, drained: Drained) {
+        self.inherited.lock().insert(url, drained);
     }
 
     /// Takes an entry out. Its keeper and its generation end; requests that run on it go on.

@@ -193,6 +193,7 @@ mod tests {
             key: crate::worker::Key::default(),
             health_checks: true,
             extra: serde_json::Map::new(),
+            named: false,
         };
         let (entry, _) = Registry::default().add(registration).unwrap();
         entry.change(|s| s.phase = Phase::Active);

@@ -138,7 +138,9 @@ pub(super) fn check(
         }
     }
     if !s.enable_trace {
-        idle("otlp_traces_endpoint", "it is read with --enable-trace only");
+        for name in ["otlp_traces_endpoint", "trace_ratio"] {
+            idle(name, "it is read with --enable-trace only");
+        }
     }
     for (name, limit) in
         [("delivery_timeout_secs", s.delivery_timeout()), ("body_read_timeout_secs", s.body_read_timeout_secs)]

@@ -13,6 +13,7 @@ fn registration(url: &str, role: Role) -> Registration {
         key: crate::worker::Key::default(),
         health_checks: true,
         extra: serde_json::Map::new(),
+        named: false,
     }
 }
 
