@@ -75,8 +75,8 @@ test: build ## All tests, no GPU: cargo (SEEDS simulated fleets) and pytest.
 	-@[ -e "$(MOONCAKE)/.done" ] || $(MAKE) --no-print-directory mooncake
 	$(call say,Testing from Python)
 	"$(BIN)/python" -m pytest --quiet -m alone
-	@# Routers, engines and clients share the cores with whatever else runs: what fails is run once more by itself, and both results are printed.
-	"$(BIN)/python" -m pytest --quiet -n 2 --dist worksteal -m "not alone" || { \
+	@# Three at a time, since tests wait more than they reckon. They share the cores with whatever else runs: what fails is run once more by itself, and both results are printed.
+	"$(BIN)/python" -m pytest --quiet -n 3 --dist worksteal -m "not alone" || { \
 	    printf '\n== Once more, only what failed\n'; \
 	    "$(BIN)/python" -m pytest --quiet -m "not alone" --last-failed --last-failed-no-failures none; }
 

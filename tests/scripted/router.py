@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -33,12 +34,19 @@ ZERO_GAUGES = (
 )
 
 
+FIXED_PORTS = range(20_000, 32_768)
+"""Below those that the kernel gives out by itself: an engine or a connection of another test cannot get one of them meanwhile."""
+
+
 def free_ports() -> tuple[int, int, int]:
     """Three different ports that were free a moment ago."""
-    with socket.socket() as one, socket.socket() as two, socket.socket() as three:
-        for sock in (one, two, three):
-            sock.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1]), int(two.getsockname()[1]), int(three.getsockname()[1])
+    found: list[int] = []
+    while len(found) < 3:
+        port = secrets.choice(FIXED_PORTS)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            found.extend([port] if port not in found else [])
+    return found[0], found[1], found[2]
 
 
 class Router:
